@@ -1,0 +1,1 @@
+"""Pipeline-parallel training for any PyTorch model."""
