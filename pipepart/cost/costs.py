@@ -1,0 +1,42 @@
+"""What each op costs: the numbers that planning works with, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipepart.errors import PlanError
+
+__all__ = ["OpCosts"]
+
+
+@dataclass(frozen=True)
+class OpCosts:
+    """Times in seconds for one micro-batch and sizes in bytes, one entry per op of an `OpGraph`, in its order."""
+
+    names: tuple[str, ...]
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    parameter_bytes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    source: str
+    """Where the numbers come from: ``profile``, ``analytic``, or the name of a file."""
+
+    def __post_init__(self) -> None:
+        for field in ("forward", "backward_input", "backward_weight", "parameter_bytes", "saved_bytes", "output_bytes"):
+            values: Sequence[float] = getattr(self, field)
+            if len(values) != len(self.names):
+                raise PlanError(f"costs: expected {len(self.names)} entries in {field!r}, got {len(values)}")
+            if any(not value >= 0 for value in values):
+                worst = next(i for i, value in enumerate(values) if not value >= 0)
+                raise PlanError(f"costs: {field} of op {self.names[worst]!r} is {values[worst]}; expected a number >= 0")
+
+    @property
+    def backward(self) -> tuple[float, ...]:
+        """Time of the whole backward of each op: the input part and the weight part."""
+        return tuple(i + w for i, w in zip(self.backward_input, self.backward_weight))
+
+    def __len__(self) -> int:
+        return len(self.names)
