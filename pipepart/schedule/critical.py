@@ -1,0 +1,85 @@
+"""The critical path of a timeline: which events made the step as long as it is."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+from pipepart.schedule.actions import COMPUTE, Edges
+
+if TYPE_CHECKING:
+    from pipepart.schedule.timeline import Event, Timeline
+
+__all__ = ["critical_path"]
+
+
+def critical_path(timeline: Timeline) -> tuple[Event, ...]:
+    """From the event that ends last, back through whatever ended last of all that each event had to wait for.
+
+    What an event waits for: the event before it on its stage (compute) or on its link (SEND), the producer of what is
+    sent, the messages that arrive, and the results made on the same stage. Works alike for measured events, where a
+    gap between one event and the next is overhead that no event explains.
+    """
+    if not timeline.events:
+        return ()
+    edges = timeline.edges or Edges.chain(1 + max(event.action.chunk for event in timeline.events))
+    computed: dict[tuple[str, int, int], Event] = {}
+    sent: dict[tuple[str, int, int, int], Event] = {}
+    lanes: dict[tuple[str, int], list[Event]] = {}
+    for event in timeline.events:
+        action = event.action
+        if action.kind in COMPUTE:
+            computed["B" if action.kind == "I" else action.kind, action.chunk, action.microbatch] = event
+            lanes.setdefault(("compute", event.stage), []).append(event)
+        elif action.kind == "SEND":
+            assert action.payload is not None
+            assert action.peer is not None
+            sent[action.payload, action.chunk, action.peer, action.microbatch] = event
+            lanes.setdefault(("out", event.stage), []).append(event)
+            lanes.setdefault(("in", action.peer), []).append(event)
+        elif action.kind == "REDUCE":
+            lanes.setdefault(("reduce", event.stage), []).append(event)
+    for lane in lanes.values():
+        lane.sort(key=lambda event: event.end)
+    ends = {key: [event.end for event in lane] for key, lane in lanes.items()}
+    sources: dict[int, list[int]] = {}
+    targets: dict[int, list[int]] = {}
+    for source, target in edges.forward:
+        sources.setdefault(target, []).append(source)
+    for source, target in edges.backward:
+        targets.setdefault(source, []).append(target)
+
+    def before(key: tuple[str, int], event: Event) -> Event | None:
+        """The last event of a lane that ended by the start of this one."""
+        at = bisect_right(ends.get(key, []), event.start) - 1
+        while at >= 0 and lanes[key][at] is event:
+            at -= 1
+        return lanes[key][at] if at >= 0 else None
+
+    def produced(payload: str, source: int, target: int, k: int) -> Event | None:
+        return sent.get((payload, source, target, k)) or computed.get((payload, source, k))
+
+    def waited_for(event: Event) -> list[Event | None]:
+        action = event.action
+        chunk, k = action.chunk, action.microbatch
+        if action.kind == "SEND":
+            payload, peer = action.payload or "F", action.peer or 0
+            return [computed.get((payload, chunk, k)), before(("out", event.stage), event), before(("in", peer), event)]
+        if action.kind == "REDUCE":
+            return [before(("compute", event.stage), event), before(("reduce", event.stage), event)]
+        same = before(("compute", event.stage), event)
+        if action.kind == "F":
+            return [same, *(produced("F", source, chunk, k) for source in sources.get(chunk, ()))]
+        if action.kind == "W":
+            return [same, computed.get(("B", chunk, k))]
+        return [same, computed.get(("F", chunk, k)), *(produced("B", t, chunk, k) for t in targets.get(chunk, ()))]
+
+    event = max(timeline.events, key=lambda e: (e.end, e.start))
+    path, seen = [event], {id(event)}
+    while True:
+        earlier = [e for e in waited_for(event) if e is not None and id(e) not in seen and e.end <= event.start + 1e-12]
+        if not earlier:
+            return tuple(reversed(path))
+        event = max(earlier, key=lambda e: e.end)
+        path.append(event)
+        seen.add(id(event))

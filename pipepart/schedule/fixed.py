@@ -1,0 +1,141 @@
+"""Schedules with a full backward: GPipe, 1F1B, interleaved 1F1B, and forward-only for evaluation.
+
+Each generator gives the compute actions of every stage. Pictures: time runs to the right, one row per stage,
+digits are micro-batches, a backward (drawn upper case as letters ``A`` = 0, ``B`` = 1, ...) takes as long as a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipepart.schedule.actions import Action, Schedule, looped_placement
+
+__all__ = ["forward_only", "gpipe", "group_sizes", "interleaved", "one_f_one_b"]
+
+
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019). Bubble ``(p-1)(F+B)``, m activations per stage.
+
+    ::
+
+        0 1 2 3 . . . . . . A B C D
+        . 0 1 2 3 . . . . A B C D .
+        . . 0 1 2 3 . . A B C D . .
+        . . . 0 1 2 3 A B C D . . .
+
+    With several chunks per stage: all micro-batches through a chunk, then through the next (breadth first).
+    """
+    placement = looped_placement(stages, chunks)
+
+    def actions(stage: int) -> Iterator[Action]:
+        held = range(stage, stages * chunks, stages)
+        for chunk in held:
+            yield from (Action("F", chunk, k) for k in range(microbatches))
+        for chunk in reversed(held):
+            yield from (Action("B", chunk, k) for k in range(microbatches))
+
+    return Schedule("gpipe", stages, microbatches, placement, tuple(tuple(actions(s)) for s in range(stages)))
+
+
+def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
+    """One forward, one backward in turn (Narayanan et al. 2019): GPipe's bubble with ``p - i`` activations at stage i.
+
+    ::
+
+        0 1 2 3 . . . A 4 B 5 C . D . E . F      (p = 4, m = 6)
+        . 0 1 2 . . A 3 B 4 C 5 D . E . F .
+        . . 0 1 . A 2 B 3 C 4 D 5 E . F . .
+        . . . 0 A 1 B 2 C 3 D 4 E 5 F . . .
+
+    ``slack`` more micro-batches are let in before the first backward. The step is the same when all takes its
+    time exactly; when times vary, or links take time, a stage has work in hand while it waits. Costs ``slack`` more
+    activations per stage.
+    """
+
+    def actions(stage: int) -> Iterator[Action]:
+        ahead = min(microbatches, stages - stage + slack)
+        yield from (Action("F", stage, k) for k in range(ahead))
+        for k in range(microbatches):
+            yield Action("B", stage, k)
+            if k + ahead < microbatches:
+                yield Action("F", stage, k + ahead)
+
+    placement = looped_placement(stages, 1)
+    return Schedule("1f1b", stages, microbatches, placement, tuple(tuple(actions(s)) for s in range(stages)))
+
+
+def group_sizes(stages: int, microbatches: int) -> tuple[int, ...]:
+    """Micro-batches in as many groups of at least p as there can be, sizes as equal as possible, larger ones first."""
+    groups = max(1, microbatches // stages)
+    size, larger = divmod(microbatches, groups)
+    return (size + 1,) * larger + (size,) * (groups - larger)
+
+
+def _looped_order(held: Sequence[int], groups: Sequence[int]) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) group by group: a group passes all the stage's chunks before the next group starts."""
+    order, first = [], 0
+    for size in groups:
+        order += [(chunk, k) for chunk in held for k in range(first, first + size)]
+        first += size
+    return order
+
+
+def interleaved(stages: int, microbatches: int, chunks: int, slack: int = 0) -> Schedule:
+    """1F1B over v chunks per stage (Narayanan et al. 2021): bubble ``(p-1)(F+B)/v``, ``p + (p-1)/v`` activations.
+
+    A stage holds chunks ``i, i+p, i+2p, ...``; micro-batches pass in groups of p, so that the first comes round to
+    chunk ``i+p`` just when the last of the group has left chunk ``i``. Lower row: the second chunk (p = 2, v = 2)::
+
+        chunk 0, 2    0 1 0' 1' 2 A' 3 B' ...
+        chunk 1, 3    . 0 1 0' A' 1' B' 2 ...
+
+    Micro-batches that do not divide by p pass in groups of p or a few more; fewer than p make one small group.
+    """
+    placement = looped_placement(stages, chunks)
+    groups = group_sizes(stages, microbatches)
+    total = microbatches * chunks
+
+    def actions(stage: int) -> Iterator[Action]:
+        held = range(stage, stages * chunks, stages)
+        forwards = _looped_order(held, groups)
+        backwards = _looped_order(held[::-1], groups)
+        ahead = min(total, (chunks - 1) * groups[0] + 2 * (stages - stage - 1) + 1 + slack)
+        if chunks == 1:
+            ahead = min(total, stages - stage + slack)
+        yield from (Action("F", *forwards[n]) for n in range(ahead))
+        for n in range(total):
+            yield Action("B", *backwards[n])
+            if n + ahead < total:
+                yield Action("F", *forwards[n + ahead])
+
+    name = "interleaved"
+    return Schedule(name, stages, microbatches, placement, tuple(tuple(actions(s)) for s in range(stages)))
+
+
+def forward_only(stages: int, microbatches: int, placement: Sequence[int]) -> Schedule:
+    """Forwards alone, for evaluation and prediction, over any placement of chunks.
+
+    ::
+
+        0 1 2 3 . . .
+        . 0 1 2 3 . .
+        . . 0 1 2 3 .
+        . . . 0 1 2 3
+
+    In each unit of time a stage takes what is ready from its latest chunk, so that activations never pile up.
+    """
+    chunks = len(placement)
+    held = [[c for c in reversed(range(chunks)) if placement[c] == stage] for stage in range(stages)]
+    arrived = [microbatches] + [0] * chunks
+    done = [0] * chunks
+    orders: list[list[Action]] = [[] for _ in range(stages)]
+    while done[chunks - 1] < microbatches:
+        taken = [next((c for c in mine if done[c] < arrived[c]), None) for mine in held]
+        for stage, chunk in enumerate(taken):
+            if chunk is not None:
+                orders[stage].append(Action("F", chunk, done[chunk]))
+                done[chunk] += 1
+        for chunk in taken:
+            if chunk is not None:
+                arrived[chunk + 1] = done[chunk]
+    return Schedule("forward", stages, microbatches, tuple(placement), tuple(tuple(order) for order in orders))

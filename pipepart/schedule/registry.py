@@ -1,0 +1,97 @@
+"""The schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pipepart.errors import ScheduleError, did_you_mean
+from pipepart.schedule.actions import Schedule, looped_placement
+from pipepart.schedule.fixed import forward_only, gpipe, interleaved, one_f_one_b
+
+__all__ = ["SCHEDULES", "ScheduleKind", "make_schedule"]
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A named schedule: how to make it, and what may be asked of it."""
+
+    name: str
+    build: Callable[[int, int, int, int], Schedule]
+    """(stages, micro-batches, chunks per stage, slack) to schedule."""
+    summary: str
+    usual_chunks: int = 1
+    fixed_chunks: int | None = None
+    """The only number of chunks per stage it can have; None: any."""
+    takes_slack: bool = False
+    splits_backward: bool = False
+
+
+def _kinds() -> dict[str, ScheduleKind]:
+    kinds = (
+        ScheduleKind("gpipe", lambda p, m, v, slack: gpipe(p, m, v), "all forwards, then all backwards"),
+        ScheduleKind(
+            "1f1b",
+            lambda p, m, v, slack: one_f_one_b(p, m, slack),
+            "one forward, one backward in turn: p - i activations at stage i",
+            fixed_chunks=1,
+            takes_slack=True,
+        ),
+        ScheduleKind(
+            "interleaved",
+            lambda p, m, v, slack: interleaved(p, m, v, slack),
+            "1f1b over several chunks per stage: the bubble divided by their number",
+            usual_chunks=2,
+            takes_slack=True,
+        ),
+        ScheduleKind(
+            "forward",
+            lambda p, m, v, slack: forward_only(p, m, looped_placement(p, v)),
+            "forwards alone, for evaluation",
+        ),
+    )
+    return {kind.name: kind for kind in kinds}
+
+
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(_kinds())
+"""All schedules with a fixed rule, by name."""
+
+
+def make_schedule(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int | None = None,
+    slack: int = 0,
+    placement: Sequence[int] | None = None,
+) -> Schedule:
+    """The schedule of that name. ``chunks`` is per stage and defaults to what is usual for the schedule.
+
+    ``placement`` (the stage of each chunk) is for ``forward`` only, to evaluate over the chunks of a training
+    schedule, whatever its placement.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(f"schedule {name!r} is not known: {did_you_mean(name, SCHEDULES)}")
+    kind = SCHEDULES[name]
+    if chunks is None:
+        chunks = kind.fixed_chunks or kind.usual_chunks
+    for what, value, least in (("stages", stages, 1), ("microbatches", microbatches, 1), ("chunks", chunks, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ScheduleError(f"schedule {name!r}: {what} is {value!r}; expected a whole number >= {least}")
+    if not isinstance(slack, int) or slack < 0:
+        raise ScheduleError(f"schedule {name!r}: slack is {slack!r}; expected a whole number >= 0")
+    if kind.fixed_chunks is not None and chunks != kind.fixed_chunks:
+        other = "'interleaved' takes any number" if kind.fixed_chunks == 1 else "leave chunks out"
+        raise ScheduleError(f"schedule {name!r} has {kind.fixed_chunks} chunks per stage, got {chunks}; {other}")
+    if slack and not kind.takes_slack:
+        takers = ", ".join(k.name for k in SCHEDULES.values() if k.takes_slack)
+        raise ScheduleError(f"schedule {name!r} takes no slack, got slack={slack}; those that do: {takers}")
+    if placement is None:
+        return kind.build(stages, microbatches, chunks, slack)
+    if name != "forward":
+        raise ScheduleError(f"schedule {name!r} places its chunks itself; only 'forward' takes a placement")
+    if sorted(set(placement)) != list(range(stages)):
+        raise ScheduleError(f"placement {tuple(placement)}: expected every stage 0..{stages - 1} to hold a chunk")
+    return forward_only(stages, microbatches, placement)
