@@ -1,1 +1,9 @@
+"""Where to cut: exact search over downsets, slices of linear orders, and a lower bound for both."""
 
+from pipepart.partition.baselines import baselines
+from pipepart.partition.check import check
+from pipepart.partition.problem import Device, Link, Problem, Tensor
+from pipepart.partition.result import Partition
+from pipepart.partition.solve import partition
+
+__all__ = ["Device", "Link", "Partition", "Problem", "Tensor", "baselines", "check", "partition"]

@@ -1,0 +1,224 @@
+"""What the partitioner is asked: ops with their costs, the devices in pipeline order, the links, the memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pipepart.errors import PartitionError
+
+__all__ = ["RECOMPUTE", "Device", "Link", "Problem", "Tensor"]
+
+Floats = NDArray[np.float64]
+
+RECOMPUTE = ("none", "full")
+"""What a chunk can do with what it saves for backward: keep it, or keep its inputs and run its forward again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """One device of the pipeline. ``speed`` divides the times of the problem; ``forward``/``backward`` replace them."""
+
+    name: str = "device"
+    speed: float = 1.0
+    memory: float = math.inf
+    """Bytes that a stage on this device may use."""
+    forward: Floats | None = None
+    """Seconds per op on this device, where a speed is not enough; infinite where the device cannot run the op."""
+    backward: Floats | None = None
+    communicates: bool = True
+    """False: this device pays nothing for what it receives and sends (a host that owns the memory)."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What it takes to bring a tensor over a cut: ``latency + bytes / bandwidth`` seconds, each way."""
+
+    bandwidth: float = math.inf
+    latency: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """Time of one message; nothing to send takes no time."""
+        return self.latency + size / self.bandwidth if size > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A hyperedge: the ops that make or use one tensor. Every chunk that shares it with another chunk pays once."""
+
+    ops: tuple[int, ...]
+    size: float
+    """Bytes on the way forward."""
+    gradient: float = 0.0
+    """Bytes on the way back."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A model to cut, as arrays over its ops in program order (a topological order), and where it shall run."""
+
+    forward: Floats
+    """Seconds per op and micro-batch."""
+    backward: Floats
+    """Seconds per op and micro-batch: input and weight part together."""
+    parameter_bytes: Floats
+    saved_bytes: Floats
+    """Bytes that an op keeps for its backward, per micro-batch."""
+    output_bytes: Floats
+    """Bytes of an op's output tensor: sent once to each later chunk that uses it."""
+    edges: tuple[tuple[int, int], ...]
+    colocated: tuple[tuple[int, ...], ...] = ()
+    """Groups of ops that stay in one chunk."""
+    split_at: tuple[int, ...] = ()
+    """Ops before which a cut must lie: all earlier ops in program order are in earlier chunks."""
+    gradient_bytes: Floats | None = None
+    """Bytes of the gradient of an op's output; ``None``: as large as the output, if the problem has any backward."""
+    tensors: tuple[Tensor, ...] | None = None
+    """The traffic given by itself (published graphs); ``None``: one tensor per op that has users."""
+    devices: tuple[Device, ...] = (Device(),)
+    """One for all, or one per stage in pipeline order."""
+    placement: tuple[int, ...] | None = None
+    """Chunk -> stage; ``None``: chunk c is on stage c."""
+    any_order: bool = False
+    """The devices are a pool: the search also chooses which device takes which place in the pipeline."""
+    fewer: bool = False
+    """Chunks (and devices) may stay unused."""
+    links: tuple[Link, ...] = (Link(),)
+    """One for all, or one per cut between neighbouring chunks. A chunk receives over the link before it and sends
+    over the link after it."""
+    overlap: bool = False
+    """True: communication runs beside the compute (load = the larger one); False: it adds to the load."""
+    state_factor: float = 1.0
+    """Bytes held per parameter byte: weights, gradients and optimizer state (4 for fp32 with Adam)."""
+    in_flight: str | tuple[int, ...] = "none"
+    """Micro-batches whose saved bytes a chunk holds at once: per chunk, or by rule: ``none`` (0), ``one``, ``gpipe``
+    (all), ``1f1b`` (as many as chunks from here to the end, at most all)."""
+    reserved_bytes: float = 0.0
+    """Bytes of every stage that are not for the model: buffers, workspaces, the runtime."""
+    recompute: tuple[str, ...] = ("none",)
+    """What chunks may do, of `RECOMPUTE`; the cheapest one that fits is taken."""
+    reduce_seconds: float = 0.0
+    """Seconds per parameter byte for the sum of gradients over replicas, spread over the micro-batches."""
+    names: tuple[str, ...] = field(default=(), repr=False)
+    """Names of the ops for messages."""
+
+    def __post_init__(self) -> None:
+        sizes = {}
+        for name in ("forward", "backward", "parameter_bytes", "saved_bytes", "output_bytes", "gradient_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _array(name, value))
+                sizes[name] = len(getattr(self, name))
+        n = sizes["forward"]
+        if n == 0:
+            raise PartitionError("partition: the graph has no ops; expected at least one")
+        for name, size in sizes.items():
+            if size != n:
+                raise PartitionError(f"partition: {name} has {size} entries; expected {n}, as in forward")
+        for a, b in self.edges:
+            if not 0 <= a < b < n:
+                raise PartitionError(
+                    f"partition: edge {self.name(a)} -> {self.name(b)} does not go forward in program order; "
+                    f"expected 0 <= source < target < {n}"
+                )
+        for group in self.colocated:
+            if any(not 0 <= op < n for op in group):
+                raise PartitionError(f"partition: the colocated group {group} names an op outside 0..{n - 1}")
+        object.__setattr__(self, "split_at", tuple(sorted(set(self.split_at))))
+        for op in self.split_at:
+            if not 0 < op < n:
+                raise PartitionError(f"partition: split_at {op} is no place for a cut; expected an op in 1..{n - 1}")
+        if not self.devices or not self.links:
+            raise PartitionError("partition: expected at least one device and one link")
+        for device in self.devices:
+            if not device.speed > 0:
+                raise PartitionError(f"partition: device {device.name!r} has speed {device.speed}; expected > 0")
+        for link in self.links:
+            if not link.bandwidth > 0 or not link.latency >= 0:
+                raise PartitionError(f"partition: {link}; expected bandwidth > 0 and latency >= 0")
+        unknown = [word for word in self.recompute if word not in RECOMPUTE]
+        if unknown or not self.recompute:
+            raise PartitionError(f"partition: recompute {self.recompute!r}; expected some of {RECOMPUTE}")
+        if isinstance(self.in_flight, str) and self.in_flight not in ("none", "one", "gpipe", "1f1b"):
+            raise PartitionError(
+                f"partition: in_flight {self.in_flight!r}; expected numbers per chunk, or none, one, gpipe, 1f1b"
+            )
+
+    @property
+    def ops(self) -> int:
+        """How many ops there are."""
+        return len(self.forward)
+
+    def name(self, op: int) -> str:
+        """An op as messages call it."""
+        return repr(self.names[op]) if 0 <= op < len(self.names) else f"op {op}"
+
+    def traffic(self) -> tuple[Tensor, ...]:
+        """All tensors that could cross a cut: one per op with users, unless they were given."""
+        if self.tensors is not None:
+            return self.tensors
+        gradients = self.gradient_bytes
+        if gradients is None:
+            gradients = self.output_bytes if float(self.backward.sum()) > 0 else np.zeros(self.ops)
+        users: dict[int, set[int]] = {}
+        for a, b in self.edges:
+            users.setdefault(a, set()).add(b)
+        return tuple(
+            Tensor((op, *sorted(users[op])), float(self.output_bytes[op]), float(gradients[op]))
+            for op in sorted(users)
+            if self.output_bytes[op] > 0
+        )
+
+    def device(self, chunk: int) -> int:
+        """Index of the device of a chunk (where the order is not free)."""
+        stage = self.placement[chunk] if self.placement is not None else chunk
+        return stage if len(self.devices) > 1 else 0
+
+    def link(self, cut: int) -> Link:
+        """The link between chunk ``cut`` and the next one."""
+        return self.links[cut] if len(self.links) > 1 else self.links[0]
+
+    def held(self, chunk: int, chunks: int, microbatches: int) -> int:
+        """Micro-batches whose saved bytes the chunk holds at once."""
+        if not isinstance(self.in_flight, str):
+            return int(self.in_flight[chunk])
+        rule = {"none": 0, "one": 1, "gpipe": microbatches, "1f1b": min(microbatches, chunks - chunk)}
+        return rule[self.in_flight]
+
+    def seconds(self, device: int) -> tuple[Floats, Floats]:
+        """Forward and backward seconds per op on a device, with the share of the gradient reduction."""
+        kind = self.devices[device]
+        forward = self.forward / kind.speed if kind.forward is None else kind.forward
+        backward = self.backward / kind.speed if kind.backward is None else kind.backward
+        return forward, backward + self.parameter_bytes * self.reduce_seconds
+
+    def fits_chunks(self, chunks: int) -> None:
+        """Raise where devices, links or in-flight numbers were given for another number of chunks."""
+        placement = self.placement if self.placement is not None else tuple(range(chunks))
+        if len(placement) != chunks:
+            raise PartitionError(f"partition: placement names {len(placement)} chunks; expected {chunks}")
+        stages = max(placement) + 1
+        if len(self.devices) not in (1, stages) and not self.any_order:
+            raise PartitionError(f"partition: {len(self.devices)} devices for {stages} stages; expected 1 or {stages}")
+        if self.any_order and (self.placement is not None or len(self.devices) < chunks):
+            raise PartitionError(
+                f"partition: a pool of {len(self.devices)} devices for {chunks} chunks; expected at least as many "
+                "devices as chunks, and no placement"
+            )
+        if len(self.links) not in (1, chunks - 1) and chunks > 1:
+            raise PartitionError(f"partition: {len(self.links)} links for {chunks} chunks; expected 1 or {chunks - 1}")
+        if not isinstance(self.in_flight, str) and len(self.in_flight) != chunks:
+            raise PartitionError(f"partition: in_flight has {len(self.in_flight)} numbers; expected {chunks}")
+
+
+def _array(name: str, value: ArrayLike | Sequence[float]) -> Floats:
+    """A float array of non-negative numbers that nobody can change."""
+    array = np.array(value, dtype=np.float64)
+    if array.ndim != 1 or not bool(np.all(array >= 0)) or not bool(np.all(np.isfinite(array))):
+        raise PartitionError(f"partition: {name} must be a list of finite numbers >= 0")
+    array.setflags(write=False)
+    return array
