@@ -1,1 +1,7 @@
+"""What ops cost: measured, computed or read from a file."""
 
+from pipepart.cost.cache import cache_folder, profiled
+from pipepart.cost.costs import OpCosts
+from pipepart.cost.profile import profile
+
+__all__ = ["OpCosts", "cache_folder", "profile", "profiled"]

@@ -1,0 +1,78 @@
+"""Measured costs on disk, so that the same step on the same device is measured once."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipepart.capture import Recording
+from pipepart.cost.costs import OpCosts
+from pipepart.cost.profile import Context, profile
+
+__all__ = ["cache_folder", "profiled"]
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: PIPEPART_CACHE, or the user's cache folder."""
+    if "PIPEPART_CACHE" in os.environ:
+        return Path(os.environ["PIPEPART_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pipepart"
+
+
+def profiled(
+    recording: Recording, leaves: Sequence[Any], context: Context = nullcontext, variant: str = "", use_cache: bool = True
+) -> OpCosts:
+    """`profile`, or what it gave before for the same graph, shapes, `variant` (of precision), device and threads."""
+    path = cache_folder() / "profiles" / f"{_key(recording, leaves, variant)}.json"
+    if use_cache:
+        found = _read(path)
+        if found is not None and found.names == tuple(node.name for node in recording.ops):
+            return found
+    costs = profile(recording, leaves, context)
+    if use_cache:
+        _write(path, costs)
+    return costs
+
+
+def _key(recording: Recording, leaves: Sequence[Any], variant: str) -> str:
+    shapes = [(list(v.shape), str(v.dtype), v.device.type) if isinstance(v, torch.Tensor) else repr(v) for v in leaves]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    parts = [1, recording.hash, shapes, variant, device, torch.__version__, torch.get_num_threads()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """The model of the processor; `platform.processor` is empty on many Linux systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _read(path: Path) -> OpCosts | None:
+    try:
+        data = json.loads(path.read_text())
+        return OpCosts(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+    except (OSError, ValueError, TypeError):
+        return None  # absent, or written by another version: measure again
+
+
+def _write(path: Path, costs: OpCosts) -> None:
+    """A cache that cannot be written costs time, not the run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}.tmp")
+        beside.write_text(json.dumps(dataclasses.asdict(costs)))
+        os.replace(beside, path)
+    except OSError:
+        return

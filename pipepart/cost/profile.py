@@ -1,0 +1,242 @@
+"""Measured costs: every op really run forward and backward on the device, and the whole step to scale them by."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pipepart.capture import Recording
+from pipepart.cost.costs import OpCosts
+
+__all__ = ["profile"]
+
+_REPEATS = (3, 15)  # at least, at most
+_BUDGET = 0.02  # seconds per op and direction
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def profile(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> OpCosts:
+    """Run every op of a recording on the leaves of one micro-batch; state of the model (buffers, RNG) is put back.
+
+    An op that runs alone has other costs than in the step (dispatch, caches, the start of the autograd engine), so the
+    times are scaled to add up to the measured forward and backward of the whole step.
+    """
+    module = recording.graph_module()
+    with _state_kept(recording.root):
+        single = _OpProfiler(module, context)
+        single.run(*leaves)
+        forward, backward = _whole_step(module, leaves, recording.loss_index, context)
+    names = [node.name for node in recording.ops]
+    found = [single.found.get(name, _Measured()) for name in names]
+    f_scale = _scale(forward, (m.forward for m in found))
+    b_scale = _scale(backward, (m.backward for m in found))
+    sizes = [node.meta["op"].nbytes if "op" in node.meta else 0 for node in recording.ops]
+    return OpCosts(
+        names=tuple(names),
+        forward=tuple(m.forward * f_scale for m in found),
+        backward_input=tuple((m.backward - m.weight) * b_scale for m in found),
+        backward_weight=tuple(m.weight * b_scale for m in found),
+        parameter_bytes=tuple(m.parameter_bytes for m in found),
+        saved_bytes=tuple(m.saved_bytes for m in found),
+        output_bytes=tuple(sizes),
+        source="profile",
+    )
+
+
+@dataclass
+class _Measured:
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    """The part of the backward that makes gradients of parameters."""
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+
+
+class _OpProfiler(fx.Interpreter):
+    """Interprets the graph, running each op alone several times on its real inputs."""
+
+    def __init__(self, module: fx.GraphModule, context: Context) -> None:
+        super().__init__(module)
+        self.found: dict[str, _Measured] = {}
+        self._context = context
+        self._storage: dict[int, str] = {}
+        """Storage -> the op that made it. A tensor saved by several ops counts once, for the first that saves it."""
+        self._saved: set[tuple[str, int]] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "get_attr", "output"):
+            return super().run_node(n)
+        measured = self.found[n.name] = _Measured()
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        inplace = "op" in n.meta and n.meta["op"].inplace
+        call = lambda a, k: getattr(self, n.op)(n.target, a, k)  # noqa: E731
+        weights = self._weights(n)
+        measured.parameter_bytes = sum(p.numel() * p.element_size() for p in weights)
+        result = self._measure(measured, call, args, kwargs, inplace, weights)
+        for tensor in _tensors(result):
+            self._storage.setdefault(tensor.untyped_storage().data_ptr(), n.name)
+        return result
+
+    def _weights(self, n: fx.Node) -> list[nn.Parameter]:
+        found: dict[int, nn.Parameter] = {}
+        if n.op == "call_module":
+            found.update((id(p), p) for p in self.fetch_attr(str(n.target)).parameters())
+        for node in n.all_input_nodes:
+            value = self.env.get(node)
+            if node.op == "get_attr" and isinstance(value, nn.Parameter):
+                found[id(value)] = value
+        return list(found.values())
+
+    def _measure(
+        self,
+        measured: _Measured,
+        call: Callable[[Any, Any], Any],
+        args: Any,
+        kwargs: Any,
+        inplace: bool,
+        weights: Sequence[nn.Parameter],
+    ) -> Any:
+        trainable = [p for p in weights if p.requires_grad]
+        forward, backward, inputs_only = [], [], []
+        result: Any = None
+        saved = _SavedBytes({p.untyped_storage().data_ptr() for p in weights})
+        for repeat in _until_steady(forward, backward):
+            leaves: list[torch.Tensor] = []
+            fresh = fx.node.map_aggregate((args, kwargs), lambda a: _leaf(a, leaves, inplace))
+            with saved.hooks() if repeat == 0 else nullcontext(), self._context():
+                started = time.perf_counter()
+                out = call(*fresh)
+                forward.append(time.perf_counter() - started)
+            if repeat == 0:
+                result = fx.node.map_aggregate(out, _detached)
+                measured.saved_bytes = self._count(saved)
+            roots = [t for t in _tensors(out) if t.requires_grad and t.grad_fn is not None]
+            sources = [*leaves, *trainable]
+            if not roots or not sources:
+                backward.append(0.0)
+                inputs_only.append(0.0)
+                continue
+            ones = [torch.ones_like(root) for root in roots]
+            split = bool(trainable and leaves)
+            if split:
+                inputs_only.append(_timed_grad(roots, leaves, ones, retain=True))
+            backward.append(_timed_grad(roots, sources, ones, retain=False))
+            if not split:
+                inputs_only.append(0.0 if trainable else backward[-1])
+        measured.forward, measured.backward = statistics.median(forward), statistics.median(backward)
+        measured.weight = max(0.0, measured.backward - statistics.median(inputs_only)) if trainable else 0.0
+        return result
+
+    def _count(self, saved: _SavedBytes) -> int:
+        total = 0
+        for pointer, size in saved.found.items():
+            key = (self._storage.get(pointer, f"{len(self.found)}"), size)
+            if key not in self._saved:
+                self._saved.add(key)
+                total += size
+        return total
+
+
+class _SavedBytes:
+    """Counts what autograd keeps for backward, parameters left out."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self._parameters = parameters
+        self.found: dict[int, int] = {}
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self.found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def _until_steady(forward: Sequence[float], backward: Sequence[float]) -> Iterator[int]:
+    """Repeat numbers: at least a few, then until the budget of time is used."""
+    least, most = _REPEATS
+    for repeat in range(most):
+        if repeat >= least and sum(forward) + sum(backward) > 2 * _BUDGET:
+            return
+        yield repeat
+
+
+def _timed_grad(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence[Any], retain: bool) -> float:
+    started = time.perf_counter()
+    torch.autograd.grad(roots, sources, ones, retain_graph=retain, allow_unused=True)
+    return time.perf_counter() - started
+
+
+def _leaf(value: Any, leaves: list[torch.Tensor], inplace: bool) -> Any:
+    """An input of an op as a leaf of its own little graph."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return value
+    fresh = value.detach()
+    if value.requires_grad:
+        fresh.requires_grad_(True)
+        leaves.append(fresh)
+    return fresh.clone() if inplace else fresh  # in-place ops may not touch leaves, nor the value of another repeat
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    fx.node.map_aggregate(value, lambda v: found.append(v) if isinstance(v, torch.Tensor) else None)
+    return found
+
+
+def _whole_step(
+    module: fx.GraphModule, leaves: Sequence[Any], loss_index: int | None, context: Context
+) -> tuple[float, float]:
+    """Seconds of the forward and the backward of the whole step."""
+    forward, backward = [], []
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for _ in range(5):
+        with context():
+            started = time.perf_counter()
+            outputs = module(*leaves)
+            forward.append(time.perf_counter() - started)
+        if loss_index is not None and parameters:
+            started = time.perf_counter()
+            torch.autograd.grad(outputs[loss_index], parameters, allow_unused=True)
+            backward.append(time.perf_counter() - started)
+        del outputs
+    return statistics.median(forward), statistics.median(backward) if backward else 0.0
+
+
+def _scale(whole: float, parts: Iterator[float] | Any) -> float:
+    total = math.fsum(parts)
+    return whole / total if whole > 0 and total > 0 else 1.0
+
+
+@contextmanager
+def _state_kept(root: nn.Module) -> Iterator[None]:
+    """Buffers and the random state are as before, whatever the ops did."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
+    state = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if buffer.shape == before.shape:
+                    buffer.copy_(before)
+        torch.set_rng_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

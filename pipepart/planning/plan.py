@@ -1,0 +1,200 @@
+"""The plan: the frozen result of planning. Everything after it only reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipepart.errors import PlanError
+from pipepart.schedule import ChunkCosts, Edges, Schedule, Timeline, make_schedule, simulate
+
+__all__ = ["VERSION", "ChunkPlan", "Plan", "Traffic"]
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """One chunk: what it holds and what one micro-batch costs on it."""
+
+    stage: int
+    ops: int
+    first: str
+    """Module path of its first op that has one."""
+    last: str
+    parameters: int
+    parameter_bytes: int
+    saved_bytes: int
+    """Kept for the backward of one micro-batch."""
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+    @property
+    def backward(self) -> float:
+        return self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one micro-batch sends from one chunk to another, and how long that takes."""
+
+    source: int
+    target: int
+    forward_bytes: int
+    backward_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def skip(self) -> bool:
+        return self.target > self.source + 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Chunks, placement, replicas, micro-batches and schedule, with the predicted step and how good it can be at most."""
+
+    graph_hash: str
+    ops: tuple[str, ...]
+    chunk_of: tuple[int, ...]
+    """Op -> chunk, in the order of `ops`."""
+    placement: tuple[int, ...]
+    """Chunk -> stage."""
+    replicas: int
+    microbatches: int
+    microbatch_size: int
+    schedule: str
+    slack: int
+    chunks: tuple[ChunkPlan, ...]
+    traffic: tuple[Traffic, ...]
+    bottleneck_gap: float
+    """How much the slowest stage is above the least possible one at most, as a fraction; 0: proved to be the best."""
+    lower_bound: float
+    """No partition of this graph into this many stages can give a shorter step, with any schedule (by these costs)."""
+    cost_source: str
+    method: str
+    """How the partition was found."""
+    baselines: tuple[tuple[str, float], ...] = ()
+    """Simulated step time of simpler partitions under the same schedule, by name."""
+    version: int = VERSION
+
+    @property
+    def stages(self) -> int:
+        return max(self.placement) + 1
+
+    @property
+    def chunks_per_stage(self) -> int:
+        return len(self.placement) // self.stages
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one replica and step that the plan was made for."""
+        return self.microbatches * self.microbatch_size
+
+    @property
+    def step_time(self) -> float:
+        """Predicted seconds of one step."""
+        return self.timeline.step_time
+
+    @property
+    def bubble(self) -> float:
+        return self.timeline.bubble
+
+    @property
+    def gap(self) -> float:
+        """How much the predicted step is above the lower bound, as a fraction of it."""
+        return max(0.0, self.step_time / self.lower_bound - 1.0) if self.lower_bound > 0 else 0.0
+
+    @property
+    def proved(self) -> bool:
+        """No other split has a faster slowest stage."""
+        return self.bottleneck_gap < 1e-9
+
+    @cached_property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()[:16]
+
+    @cached_property
+    def costs(self) -> ChunkCosts:
+        """The chunk costs that the simulator takes."""
+        return ChunkCosts(
+            forward=tuple(chunk.forward for chunk in self.chunks),
+            backward_input=tuple(chunk.backward_input for chunk in self.chunks),
+            backward_weight=tuple(chunk.backward_weight for chunk in self.chunks),
+            activation=tuple(float(chunk.saved_bytes) for chunk in self.chunks),
+            send_forward={(t.source, t.target): t.forward_seconds for t in self.traffic},
+            send_backward={(t.source, t.target): t.backward_seconds for t in self.traffic if t.backward_bytes},
+        )
+
+    @cached_property
+    def edges(self) -> Edges:
+        pairs = {(t.source, t.target) for t in self.traffic}
+        return Edges.of(len(self.chunks), pairs, {(t.source, t.target) for t in self.traffic if t.backward_bytes})
+
+    def make_schedule(self, microbatches: int | None = None, forward: bool = False) -> Schedule:
+        """The action lists for this plan, also for another number of micro-batches or for evaluation."""
+        count = self.microbatches if microbatches is None else microbatches
+        if forward:
+            return make_schedule("forward", stages=self.stages, microbatches=count, placement=self.placement)
+        return make_schedule(
+            self.schedule, stages=self.stages, microbatches=count, chunks=self.chunks_per_stage, slack=self.slack
+        )
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted step."""
+        return simulate(self.make_schedule(), self.costs, self.edges)
+
+    def describe(self) -> str:
+        """A table for the terminal."""
+        from pipepart.planning.describe import describe
+
+        return describe(self)
+
+    # ---- files
+
+    def to_json(self, indent: int | None = 1) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=indent)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        try:
+            return Plan.from_json(Path(path).read_text())
+        except FileNotFoundError as error:
+            raise PlanError(f"there is no plan at {str(path)!r}. Save one with plan.save(path).") from error
+        except PlanError as error:
+            raise PlanError(f"{str(path)!r}: {error}") from error
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not a plan: {error}") from error
+        if not isinstance(data, dict) or data.get("version") != VERSION:
+            found = data.get("version") if isinstance(data, dict) else type(data).__name__
+            raise PlanError(f"not a plan of version {VERSION} (found: {found}). Make the plan again with this pipepart.")
+        try:
+            return Plan(**{name: _thaw(name, value) for name, value in data.items()})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise PlanError(f"not a plan: {error}") from error
+
+
+def _thaw(name: str, value: Any) -> Any:
+    """JSON lists back to the tuples and dataclasses of a plan."""
+    if name == "chunks":
+        return tuple(ChunkPlan(**chunk) for chunk in value)
+    if name == "traffic":
+        return tuple(Traffic(**item) for item in value)
+    if name == "baselines":
+        return tuple((str(key), float(seconds)) for key, seconds in value)
+    return tuple(value) if isinstance(value, list) else value

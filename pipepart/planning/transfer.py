@@ -1,0 +1,101 @@
+"""Laying the chunks of one recorded step over another one of the same model (evaluation over the training plan)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pipepart.errors import PlanError
+from pipepart.graph import OpGraph
+
+__all__ = ["transfer"]
+
+
+def transfer(planned: OpGraph, chunk_of: Sequence[int], other: OpGraph, chunks: int) -> dict[str, int]:
+    """A chunk for every op of `other`, such that each parameter is used where the plan has put it.
+
+    Ops with parameters are fixed by them. The rest goes where the op of the same name and module is in the plan, as
+    far as the order allows: not before what it needs, not after what needs it.
+    """
+    homes = _homes(planned, chunk_of)
+    named = {(op.name, op.module, op.target): chunk for op, chunk in zip(planned.ops, chunk_of)}
+    before: list[list[int]] = [[] for _ in other.ops]
+    after: list[list[int]] = [[] for _ in other.ops]
+    for source, target in other.edges:
+        before[target].append(source)
+        after[source].append(target)
+    groups = _groups(other)
+    allowed = [_allowed(other, group, homes, chunks) for group in groups]
+    of_group = {op: index for index, group in enumerate(groups) for op in group}
+    latest = [max(options) for options in allowed]
+    for op in reversed(range(len(other.ops))):
+        index = of_group[op]
+        latest[index] = min([latest[index], *(latest[of_group[user]] for user in after[op] if of_group[user] != index)])
+    placed = [min(options) for options in allowed]
+    for _ in range(len(groups) + 1):
+        changed = False
+        for op in range(len(other.ops)):
+            index = of_group[op]
+            earliest = max([placed[index], *(placed[of_group[need]] for need in before[op])])
+            wish = named.get((other.ops[op].name, other.ops[op].module, other.ops[op].target), earliest)
+            wanted = max(earliest, min(wish, latest[index]))
+            choice = min((chunk for chunk in allowed[index] if chunk >= wanted), default=None)
+            if choice is None:
+                raise _misfit(other, op, allowed[index], wanted)
+            if choice != placed[index]:
+                placed[index], changed = choice, True
+        if not changed:
+            break
+    return {op.name: placed[of_group[i]] for i, op in enumerate(other.ops)}
+
+
+def _homes(planned: OpGraph, chunk_of: Sequence[int]) -> dict[str, set[int]]:
+    """Parameter -> the chunks that use it in the plan."""
+    homes: dict[str, set[int]] = {}
+    for op, chunk in zip(planned.ops, chunk_of):
+        for name in op.parameters:
+            homes.setdefault(name, set()).add(chunk)
+    return homes
+
+
+def _groups(graph: OpGraph) -> list[list[int]]:
+    """Ops that stay together, each op in one group (alone, mostly), by first op."""
+    parent = list(range(len(graph.ops)))
+
+    def find(op: int) -> int:
+        while parent[op] != op:
+            parent[op] = parent[parent[op]]
+            op = parent[op]
+        return op
+
+    for group in graph.colocated:
+        for op in group[1:]:
+            a, b = sorted((find(group[0]), find(op)))
+            parent[b] = a
+    found: dict[int, list[int]] = {}
+    for op in range(len(graph.ops)):
+        found.setdefault(find(op), []).append(op)
+    return list(found.values())
+
+
+def _allowed(graph: OpGraph, group: Sequence[int], homes: Mapping[str, set[int]], chunks: int) -> list[int]:
+    """Chunks where all parameters of the group are. Parameters that training does not use may be anywhere."""
+    options = set(range(chunks))
+    for op in group:
+        for name in graph.ops[op].parameters:
+            options &= homes.get(name, options)
+    if not options:
+        op = graph.ops[group[0]]
+        raise PlanError(
+            f"{op.name!r} in module {op.module!r} uses parameters that the plan has put on different stages. "
+            f"Keep them together: keep_together=[[{op.module!r}]]."
+        )
+    return sorted(options)
+
+
+def _misfit(graph: OpGraph, op: int, options: Sequence[int], wanted: int) -> PlanError:
+    found = graph.ops[op]
+    return PlanError(
+        f"this step uses the model in another order than training: {found.name!r} in module {found.module!r} ({found.source}) "
+        f"has its parameters in chunk {options[-1]}, but needs a result of chunk {wanted}. "
+        f"Keep these modules together (keep_together), or use fewer stages."
+    )

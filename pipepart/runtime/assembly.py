@@ -1,0 +1,118 @@
+"""Putting a pipeline together: record on every rank, plan on rank 0, check that all agree, keep the own stage only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+
+from pipepart.capture import Recording
+from pipepart.cost import profiled
+from pipepart.errors import PlanError
+from pipepart.graph import OpGraph, op_graph
+from pipepart.planning import Plan, Request, auto_microbatches, make_plan
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.mesh import Groups, Mesh
+from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
+
+__all__ = ["Options", "agree_on_plan", "example_microbatch"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the user wants it planned. Everything is ``"auto"`` by default; a plan that was saved can be given instead."""
+
+    stages: int | str = "auto"
+    replicas: int | str = "auto"
+    microbatches: int | str = "auto"
+    schedule: str = "auto"
+    chunks: int | str = "auto"
+    slack: int | str = "auto"
+    keep_together: Sequence[Sequence[str]] = field(default=())
+    split_at: Sequence[str] | None = None
+    plan: Plan | None = None
+    timeout: float = 300.0
+    """Seconds after which a transfer or collective that does not finish is an error."""
+
+
+def example_microbatch(example: Any, options: Options, mesh: Mesh) -> tuple[Any, int]:
+    """The first micro-batch of an example (any nesting of tensors), and how many micro-batches there are."""
+    leaves, tree = pytree.tree_flatten(example)
+    batch_size = batch_size_of(leaves)
+    if options.plan is not None:
+        count = options.plan.microbatches
+    elif options.microbatches == "auto":
+        count = auto_microbatches(mesh.stages, batch_size)
+    else:
+        count = int(options.microbatches)
+    sizes = microbatch_sizes(batch_size, count)
+    return pytree.tree_unflatten(slice_leaves(leaves, sizes)[0], tree), count
+
+
+def agree_on_plan(
+    recording: Recording,
+    leaves: Sequence[Any],
+    options: Options,
+    mesh: Mesh,
+    microbatches: int,
+    groups: Groups | None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    variant: str = "",
+) -> tuple[Plan, OpGraph]:
+    """The plan, the same on every rank. Rank 0 makes it (or takes the given one); the others check that it fits."""
+    graph = op_graph(recording)
+    with guarded(groups):
+        plan = None
+        if groups is None or groups.rank == 0:
+            plan = options.plan or _make(recording, graph, leaves, options, mesh, microbatches, context, variant)
+        if groups is not None:
+            box = [plan.to_json() if plan is not None else None]
+            dist.broadcast_object_list(box, 0)
+            plan = Plan.from_json(str(box[0]))
+        assert plan is not None
+        _check_fits(plan, graph, mesh)
+    return plan, graph
+
+
+def _make(
+    recording: Recording,
+    graph: OpGraph,
+    leaves: Sequence[Any],
+    options: Options,
+    mesh: Mesh,
+    microbatches: int,
+    context: Callable[[], AbstractContextManager[Any]],
+    variant: str,
+) -> Plan:
+    request = Request(
+        stages=mesh.stages,
+        replicas=mesh.replicas,
+        microbatches=microbatches,
+        schedule=options.schedule,
+        chunks=options.chunks,
+        slack=options.slack,
+        keep_together=tuple(tuple(group) for group in options.keep_together),
+        split_at=None if options.split_at is None else tuple(options.split_at),
+    )
+    costs = profiled(recording, leaves, context, variant)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return make_plan(graph, costs, request, batch_size_of(tensors))
+
+
+def _check_fits(plan: Plan, graph: OpGraph, mesh: Mesh) -> None:
+    if (plan.replicas, plan.stages) != (mesh.replicas, mesh.stages):
+        raise PlanError(
+            f"the plan is for {plan.replicas} replica(s) x {plan.stages} stage(s), but there are {mesh.world_size} device(s) "
+            f"as {mesh.replicas} x {mesh.stages}. Start {plan.replicas * plan.stages} processes, or plan again."
+        )
+    if plan.graph_hash != graph.hash or plan.ops != tuple(op.name for op in graph.ops):
+        raise PlanError(
+            f"the plan is for another model: its graph is {plan.graph_hash[:12]} with {len(plan.ops)} ops, this rank has "
+            f"recorded {graph.hash[:12]} with {len(graph.ops)} ops. If the plan came from a file, plan again; else the model "
+            f"differs between ranks: build it the same way, from the same configuration, on every rank."
+        )

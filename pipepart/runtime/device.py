@@ -1,0 +1,39 @@
+"""All that depends on the kind of device: backends, threads, waiting. Nothing else in the runtime knows CUDA."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+__all__ = ["backend_for", "limit_threads", "local_device", "synchronize"]
+
+
+def backend_for(device: torch.device) -> str:
+    """The `torch.distributed` backend for tensors on this device. CUDA jobs use gloo too, for plain objects."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def local_device(local_rank: int) -> torch.device:
+    """The device of a process: its own GPU where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def limit_threads(processes_here: int) -> None:
+    """Share the cores of this host among its processes: with more threads than cores, stages steal time from each other.
+
+    A number that the user has set by OMP_NUM_THREADS is kept.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        torch.set_num_threads(max(1, cores // max(1, processes_here)))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read afterwards tells the time of the work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

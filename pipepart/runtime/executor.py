@@ -1,0 +1,244 @@
+"""Runs the action list of one stage. It decides nothing: order, partners and contents come from the plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pipepart.capture import BATCH, Chunk, Edge
+from pipepart.errors import PipelineError
+from pipepart.runtime.mailbox import Announced, Inbox, Outbox
+from pipepart.runtime.messages import Routes, TensorSpec
+from pipepart.runtime.transport import Transport
+from pipepart.schedule import Action, Event, Message, Schedule, channels
+
+__all__ = ["Executor", "StepInput"]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What one step works on. Only the first stage has the micro-batches; the rest is the same on every stage."""
+
+    forms: tuple[int, ...]
+    """Per micro-batch a number that stands for the shapes and types of its leaves."""
+    weights: tuple[float, ...]
+    """Per micro-batch its share in the loss."""
+    numbers: Mapping[str, float]
+    """Plain numbers of the batch (step counters) by input name."""
+    microbatches: Sequence[Mapping[str, Any]] | None = None
+    """Per micro-batch the leaves by input name; on the first stage only."""
+
+
+@dataclass
+class _Stash:
+    """What a chunk keeps of a micro-batch between its forward and its backward."""
+
+    leaves: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Imported tensors whose gradients will be sent back, by edge name."""
+    roots: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Exported tensors (or the loss) that gradients will come in for, by edge name."""
+
+
+class Executor:
+    """The stage's own chunks, and what it must know of the others to talk to them."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        routes: Routes,
+        stage: int,
+        transport: Transport | None,
+        device: torch.device,
+        loss_index: int | None,
+    ) -> None:
+        self._last = len(chunks) - 1
+        self._chunks = {chunk.index: chunk for chunk in chunks if routes.placement[chunk.index] == stage}
+        self._routes, self._stage, self._transport, self._device = routes, stage, transport, device
+        self._loss_index = loss_index
+        self._announced = Announced()
+        self._channels: dict[int, tuple[Schedule, Mapping[tuple[int, int], tuple[Message, ...]]]] = {}
+        self.tracing = False
+        self.events: list[Event] = []
+
+    def run(
+        self,
+        schedule: Schedule,
+        step: StepInput,
+        loss_scale: float = 1.0,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> list[tuple[Any, ...]] | None:
+        """Execute one step. Returns the flat outputs of every micro-batch on the stage with the last chunk."""
+        work = _Step(self, schedule, step, loss_scale, context)
+        self.events = []
+        for action in schedule.actions[self._stage]:
+            work.perform(action)
+        work.finish()
+        return work.outputs if self._last in self._chunks else None
+
+    def channels(self, schedule: Schedule) -> Mapping[tuple[int, int], tuple[Message, ...]]:
+        """The messages of each pair of stages in order; worked out once for each schedule object."""
+        if id(schedule) not in self._channels:
+            backward = frozenset() if schedule.forward_only else self._routes.backward_pairs
+            self._channels[id(schedule)] = (schedule, channels(schedule, self._routes.forward_pairs, backward))
+        return self._channels[id(schedule)][1]
+
+
+class _Step:
+    """The state of one step on one stage."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        schedule: Schedule,
+        step: StepInput,
+        loss_scale: float,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._x, self._step, self._loss_scale, self._context = executor, step, loss_scale, context
+        self._train = not schedule.forward_only
+        self._routes = executor._routes
+        self._stash: dict[tuple[int, int], _Stash] = {}
+        self._local_values: dict[tuple[int, int, int], list[Any]] = {}
+        self._local_gradients: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        self.outputs: list[tuple[Any, ...]] = [()] * schedule.microbatches
+        expected = {s: m for (s, t), m in executor.channels(schedule).items() if t == executor._stage}
+        leaving = any(s == executor._stage for s, _ in executor.channels(schedule))
+        if expected or leaving:
+            assert executor._transport is not None
+            common = (executor._transport, self._routes, executor._announced, step.forms, executor._device)
+            self._inbox, self._outbox = Inbox(*common, expected, self._gradient_specs), Outbox(*common)
+
+    def perform(self, action: Action) -> None:
+        handler = {"F": self._forward, "B": self._backward}.get(action.kind)
+        if handler is None:
+            raise PipelineError(f"this runtime does not know the action {action} (kind {action.kind!r})")
+        handler(action)
+
+    def finish(self) -> None:
+        if hasattr(self, "_outbox"):
+            self._outbox.settle()
+        assert not self._stash, f"no backward for {sorted(self._stash)}"
+
+    # ---- forward
+
+    def _forward(self, action: Action) -> None:
+        chunk = self._x._chunks[action.chunk]
+        values = self._imports(chunk, action.microbatch)
+        started = time.perf_counter()
+        stash = _Stash()
+        arguments = []
+        for edge in chunk.imports:
+            value = values[edge.name]
+            if self._train and chunk.index in edge.grad_targets:
+                value = value.detach().requires_grad_(True)
+                stash.leaves[edge.name] = value
+            arguments.append(value)
+        with torch.set_grad_enabled(self._train), self._context():
+            results = chunk.module(*arguments)
+        self._trace(action, started)
+        if chunk.index == self._x._last:
+            self._keep_outputs(results, action.microbatch, stash)
+        else:
+            exported = {edge.name: value for edge, value in zip(chunk.exports, results)}
+            for edge in chunk.exports:
+                if self._train and edge.grad_targets:
+                    stash.roots[edge.name] = exported[edge.name]
+            self._deliver(chunk, action.microbatch, {**values, **exported})
+        if self._train:
+            self._stash[(chunk.index, action.microbatch)] = stash
+
+    def _imports(self, chunk: Chunk, microbatch: int) -> dict[str, Any]:
+        """The values of all imports of a chunk, from the batch, from chunks on this stage, or from other stages."""
+        values: dict[str, Any] = {}
+        if chunk.index == 0:
+            assert self._step.microbatches is not None, "the first stage has no batch"
+            values.update(self._step.microbatches[microbatch])
+        for edge in chunk.imports:
+            if edge.source == BATCH and edge.kind == "number":
+                values[edge.name] = self._step.numbers[edge.name]
+        for pair in self._routes.entering(chunk.index):
+            if self._routes.local(pair):
+                got = self._local_values.pop((*pair, microbatch))
+            else:
+                got = self._inbox.take(Message("F", *pair, microbatch))
+            values.update(zip((edge.name for edge in self._routes.forward[pair]), got))
+        return values
+
+    def _deliver(self, chunk: Chunk, microbatch: int, values: Mapping[str, Any]) -> None:
+        for pair in self._routes.leaving(chunk.index):
+            edges = self._routes.forward[pair]
+            content = [values[edge.name] for edge in edges]
+            if self._routes.local(pair):
+                detached = [v.detach() if isinstance(v, torch.Tensor) else v for v in content]
+                self._local_values[(*pair, microbatch)] = detached
+            else:
+                self._outbox.send_values(Message("F", *pair, microbatch), edges, content)
+
+    def _keep_outputs(self, results: tuple[Any, ...], microbatch: int, stash: _Stash) -> None:
+        if self._train:
+            assert self._x._loss_index is not None
+            stash.roots["loss"] = results[self._x._loss_index]
+        self.outputs[microbatch] = tuple(r.detach() if isinstance(r, torch.Tensor) else r for r in results)
+
+    # ---- backward
+
+    def _backward(self, action: Action) -> None:
+        chunk, microbatch = self._x._chunks[action.chunk], action.microbatch
+        gradients = self._gradients(chunk, microbatch)
+        started = time.perf_counter()
+        stash = self._stash.pop((chunk.index, microbatch))
+        pairs = [(root, gradients[name]) for name, root in stash.roots.items() if name in gradients and root.requires_grad]
+        if pairs:
+            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        self._trace(action, started)
+        for pair in reversed(self._routes.entering(chunk.index)):  # the order of `channels`: nearest chunk first
+            edges = self._routes.gradients(pair)
+            if edges:
+                self._return_gradients(pair, edges, stash, microbatch)
+
+    def _gradients(self, chunk: Chunk, microbatch: int) -> dict[str, torch.Tensor]:
+        """The gradient of each exported tensor: the sum over all chunks that used it."""
+        if chunk.index == self._x._last:
+            loss = self._stash[(chunk.index, microbatch)].roots["loss"]
+            return {"loss": torch.full_like(loss, self._step.weights[microbatch] * self._loss_scale)}
+        gradients: dict[str, torch.Tensor] = {}
+        for pair in self._routes.leaving(chunk.index):
+            edges = self._routes.gradients(pair)
+            if not edges:
+                continue
+            if self._routes.local(pair):
+                got = self._local_gradients.pop((*pair, microbatch))
+            else:
+                got = self._inbox.take(Message("B", pair[1], pair[0], microbatch))
+            for edge, gradient in zip(edges, got):
+                gradients[edge.name] = gradients[edge.name] + gradient if edge.name in gradients else gradient
+        return gradients
+
+    def _return_gradients(
+        self, pair: tuple[int, int], edges: Sequence[Edge], stash: _Stash, microbatch: int
+    ) -> None:
+        content = []
+        for edge in edges:
+            leaf = stash.leaves[edge.name]
+            content.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+        if self._routes.local(pair):
+            self._local_gradients[(*pair, microbatch)] = content
+        else:
+            self._outbox.send_gradients(Message("B", pair[1], pair[0], microbatch), content)
+
+    def _gradient_specs(self, message: Message) -> tuple[TensorSpec, ...] | None:
+        """The form of an expected gradient message: that of the tensors that went out. None before their forward ran."""
+        stash = self._stash.get((message.target, message.microbatch))
+        if stash is None:
+            return None
+        roots = [stash.roots[edge.name] for edge in self._routes.gradients((message.target, message.source))]
+        return tuple(TensorSpec(tuple(root.shape), root.dtype) for root in roots)
+
+    def _trace(self, action: Action, started: float) -> None:
+        if self._x.tracing:
+            self._x.events.append(Event(self._x._stage, action, started, time.perf_counter()))

@@ -1,0 +1,202 @@
+"""What one rank holds of a pipeline: its chunks of every recorded step, its parameters, its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipepart.capture import Recording, split
+from pipepart.graph import OpGraph, op_graph
+from pipepart.planning import Plan, transfer
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.gradients import GradientSync, clip_grad_norm
+from pipepart.runtime.mesh import Groups
+from pipepart.runtime.ownership import Ownership, drop_foreign_parameters
+from pipepart.runtime.program import Program, StepResult
+from pipepart.schedule import Event, Timeline
+
+__all__ = ["StageRuntime"]
+
+
+class StageRuntime:
+    """Runs recorded steps of one model over the stages of a plan. `Pipeline` and the Lightning strategy build on it."""
+
+    def __init__(
+        self, root: nn.Module, plan: Plan, graph: OpGraph, training: Recording, groups: Groups | None, device: torch.device,
+        timeout: float,
+    ) -> None:
+        self.root, self.plan, self.groups, self.device = root, plan, groups, device
+        self._graph = graph
+        chunks = split(training, dict(zip(plan.ops, plan.chunk_of)), len(plan.placement))
+        self.ownership = Ownership.of(root, chunks, plan.placement)
+        with guarded(groups):
+            self._sync = GradientSync(self.ownership, groups, timedelta(seconds=timeout))
+        self._programs = {"train": Program(training, chunks, plan, groups, device)}
+        self._fresh: dict[str, torch.Tensor] = {}
+        self.timeline: Timeline | None = None
+        if groups is not None:
+            drop_foreign_parameters(root, self.ownership.held_by(self.stage))
+
+    @property
+    def stage(self) -> int:
+        return self.groups.stage if self.groups is not None else 0
+
+    @property
+    def is_first(self) -> bool:
+        """This stage reads the batch."""
+        return self.stage == self.plan.placement[0]
+
+    # ---- steps
+
+    def add(self, name: str, recording: Recording) -> None:
+        """Lay the plan over another recorded step of the same model (evaluation)."""
+        graph = op_graph(recording)
+        chunk_of = transfer(self._graph, self.plan.chunk_of, graph, len(self.plan.placement))
+        chunks = split(recording, chunk_of, len(self.plan.placement))
+        self._programs[name] = Program(recording, chunks, self.plan, self.groups, self.device)
+
+    def has(self, name: str) -> bool:
+        return name in self._programs
+
+    def recording(self, name: str) -> Recording:
+        return self._programs[name].recording
+
+    def train(
+        self,
+        leaves: Sequence[Any] | None,
+        *,
+        loss_scale: float = 1.0,
+        trace: bool = False,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> StepResult:
+        """Forward and backward of all micro-batches. The new gradients are kept apart until `hand_over`."""
+        parameters = self.named_parameters()
+        before = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for parameter in parameters.values():
+            parameter.grad = None
+        program = self._programs["train"]
+        try:
+            with guarded(self.groups):
+                program.executor.tracing = trace
+                result = program.run(leaves, train=True, loss_scale=loss_scale, context=context)
+                self._sync.reduce(parameters)
+                if trace:
+                    self.timeline = self._gather_timeline(program.executor.events)
+            self._fresh = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        finally:
+            for name, parameter in parameters.items():
+                parameter.grad = before.get(name)
+        return result
+
+    @torch.no_grad()
+    def hand_over(self) -> None:
+        """Add the gradients of the last step to `.grad`, as a backward in one process would."""
+        parameters = self.named_parameters()
+        for name, gradient in self._fresh.items():
+            parameter = parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._fresh = {}
+
+    def evaluate(
+        self,
+        name: str,
+        leaves: Sequence[Any] | None,
+        *,
+        outputs_everywhere: bool = True,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> StepResult:
+        with guarded(self.groups):
+            return self._programs[name].run(
+                leaves, train=False, outputs_everywhere=outputs_everywhere, context=context
+            )
+
+    def _gather_timeline(self, events: list[Event]) -> Timeline:
+        """All stages' events of the step on one clock. Processes of one host share the monotonic clock."""
+        if self.groups is None or self.plan.stages == 1:
+            return Timeline.from_events(self.plan.stages, events)
+        parts: list[Any] = [None] * self.plan.stages
+        dist.all_gather_object(parts, events, group=self.groups.pipeline)
+        return Timeline.from_events(self.plan.stages, [event for part in parts for event in part])
+
+    # ---- parameters
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this stage holds, by full name."""
+        held = set(self.ownership.held_by(self.stage)) if self.groups is not None else None
+        return {name: p for name, p in self.root.named_parameters() if held is None or name in held}
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clip `parameters` (those of the whole model; what is elsewhere is left out) by their norm over all stages."""
+        held = self.named_parameters()
+        wanted = {id(p) for p in parameters}
+        homed = set(self.ownership.homed_at(self.stage))
+        clipped = [p for p in held.values() if id(p) in wanted]
+        counted = [p for name, p in held.items() if id(p) in wanted and (self.groups is None or name in homed)]
+        with guarded(self.groups):
+            return clip_grad_norm(counted, clipped, max_norm, self.groups)
+
+    # ---- the whole model
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """All parameters and buffers by full name, on rank 0; empty elsewhere. Every rank must call it."""
+        own = self.root.state_dict()
+        if self.groups is None:
+            return own
+        with guarded(self.groups):
+            mine = self._true_here(own)
+            parts: list[Any] | None = [None] * self.plan.stages if self.stage == 0 else None
+            dist.gather_object(mine, parts, self.groups.rank_of_stage(0), group=self.groups.pipeline)
+        if self.groups.rank != 0 or parts is None:
+            return {}
+        merged = {name: value for part in parts for name, value in part.items()}
+        return type(own)((name, merged.get(name, value)) for name, value in own.items())
+
+    def _true_here(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The entries of a state dict whose true value is on this stage, names of ties included."""
+        homed = set(self.ownership.homed_at(self.stage))
+        objects = {id(p): name for name, p in self.root.named_parameters()}
+        buffers = {id(b): name for name, b in self.root.named_buffers()}
+        found = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            if name in state and objects[id(parameter)] in homed:
+                found[name] = state[name].detach().cpu()
+        for name, buffer in self.root.named_buffers(remove_duplicate=False):
+            if name in state and self.ownership.buffers[buffers[id(buffer)]] == self.stage:
+                found[name] = state[name].detach().cpu()
+        return found
+
+    def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Take this stage's part of a state dict of the whole model."""
+        hollow = {name for name, p in self.root.named_parameters(remove_duplicate=False) if p.is_meta}
+        result = self.root.load_state_dict({n: v for n, v in state.items() if n not in hollow}, strict=False)
+        missing = [name for name in result.missing_keys if name not in hollow]
+        missing += [name for name in hollow if name not in state]
+        if strict and (missing or result.unexpected_keys):
+            raise RuntimeError(
+                f"the state dict does not fit {type(self.root).__name__}: missing {sorted(missing)}, "
+                f"unexpected {sorted(result.unexpected_keys)}"
+            )
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """The whole model on every rank for a moment (to record another step); afterwards each has its own part again."""
+        if self.groups is None:
+            yield
+            return
+        with guarded(self.groups), torch.no_grad():
+            for name, parameter in self.root.named_parameters():
+                if parameter.is_meta:
+                    real = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
+                    torch.utils.swap_tensors(parameter, real)
+                home = self.ownership.parameters[name][0]
+                dist.broadcast(parameter.data, self.groups.rank_of_stage(home), group=self.groups.pipeline)
+        try:
+            yield
+        finally:
+            drop_foreign_parameters(self.root, self.ownership.held_by(self.stage))
