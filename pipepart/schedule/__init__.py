@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule, looped_placement, v_placement
+from pipepart.schedule.bounds import lower_bound
 from pipepart.schedule.costs import ChunkCosts
 from pipepart.schedule.messages import channels, pair_order, program
 from pipepart.schedule.registry import SCHEDULES, ScheduleKind, make_schedule
 from pipepart.schedule.simulate import simulate, step_time
 from pipepart.schedule.timeline import Event, Timeline
-from pipepart.schedule.validate import Validated, validate
+from pipepart.schedule.validate import Validated, peak_activations, validate, validate_program
 
 __all__ = [
     "COMPUTE",
@@ -24,11 +25,14 @@ __all__ = [
     "Validated",
     "channels",
     "looped_placement",
+    "lower_bound",
     "make_schedule",
     "pair_order",
+    "peak_activations",
     "program",
     "simulate",
     "step_time",
     "v_placement",
     "validate",
+    "validate_program",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipepart.schedule.actions import Action, Edges, Message, Schedule
 from pipepart.schedule.dependencies import ActionGraph
 
-__all__ = ["channels", "pair_order", "program"]
+__all__ = ["Program", "channels", "pair_order", "pairs_of", "program"]
 
 Pair = tuple[int, int]
 Program = tuple[tuple[Action, ...], ...]
@@ -69,14 +69,22 @@ def pair_order(
     For transports where the two ends of a pair must issue their operations in the same order (NCCL). The order is
     that of one run of the whole schedule, so no message waits for a later one.
     """
-    edges, ahead, back = _edges(schedule, forward_edges, backward_edges)
-    graph = ActionGraph.of(schedule, edges)
+    return pairs_of(program(schedule, forward_edges, backward_edges), schedule.placement)
+
+
+def pairs_of(program: Sequence[Sequence[Action]], placement: Sequence[int]) -> Mapping[Pair, tuple[Message, ...]]:
+    """The messages of a program per (lower stage, higher stage), in the order in which the lower one issues them."""
     found: dict[Pair, list[Message]] = {}
-    for n in graph.linear_order():
-        for message in _emitted(graph.actions[n], ahead, back):
-            other = schedule.placement[message.target]
-            here = graph.stage[n]
-            found.setdefault((min(here, other), max(here, other)), []).append(message)
+    for stage, actions in enumerate(program):
+        for action in actions:
+            if action.kind not in ("SEND", "RECV"):
+                continue
+            assert action.payload is not None
+            assert action.peer is not None
+            other = placement[action.peer]
+            if other > stage:
+                ends = (action.chunk, action.peer) if action.kind == "SEND" else (action.peer, action.chunk)
+                found.setdefault((stage, other), []).append(Message(action.payload, *ends, action.microbatch))
     return {pair: tuple(found[pair]) for pair in sorted(found)}
 
 
@@ -84,13 +92,15 @@ def program(
     schedule: Schedule,
     forward_edges: Iterable[Pair] | None = None,
     backward_edges: Iterable[Pair] | None = None,
+    *,
+    graph: ActionGraph | None = None,
 ) -> Program:
     """Per stage: compute, SEND and RECV in one order that even blocking sends (both ends meet) carry out.
 
     Every stage's list is a part of one global order in which a message is one moment, so none can wait in a circle.
     """
     edges, ahead, back = _edges(schedule, forward_edges, backward_edges)
-    graph = ActionGraph.of(schedule, edges)
+    graph = ActionGraph.of(schedule, edges) if graph is None else graph
     lists: list[list[Action]] = [[] for _ in range(schedule.stages)]
     for n in graph.linear_order():
         lists[graph.stage[n]].append(graph.actions[n])

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from pipepart.errors import ScheduleError, did_you_mean
 from pipepart.schedule.actions import Schedule, looped_placement
 from pipepart.schedule.fixed import forward_only, gpipe, interleaved, one_f_one_b
+from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = ["SCHEDULES", "ScheduleKind", "make_schedule"]
 
@@ -44,6 +45,27 @@ def _kinds() -> dict[str, ScheduleKind]:
             "1f1b over several chunks per stage: the bubble divided by their number",
             usual_chunks=2,
             takes_slack=True,
+        ),
+        ScheduleKind(
+            "zb_h1",
+            lambda p, m, v, slack: zb_h1(p, m),
+            "backward split, weights held back: p activations on every stage",
+            fixed_chunks=1,
+            splits_backward=True,
+        ),
+        ScheduleKind(
+            "zb_h2",
+            lambda p, m, v, slack: zb_h2(p, m),
+            "backward split, more micro-batches in flight: 2p - 1 activations on every stage",
+            fixed_chunks=1,
+            splits_backward=True,
+        ),
+        ScheduleKind(
+            "zb_v",
+            lambda p, m, v, slack: zb_v(p, m),
+            "backward split, two chunks per stage placed in a V: p activations on every stage",
+            fixed_chunks=2,
+            splits_backward=True,
         ),
         ScheduleKind(
             "forward",

@@ -1,0 +1,106 @@
+"""Schedules that split the backward into ``I`` (input gradient, which others wait for) and ``W`` (weight gradient).
+
+``W`` can be done at any later time, so it fills what would be bubble (Qi et al. 2023). In the pictures digits are
+forwards, capital letters ``I`` and small letters ``W`` of micro-batches 0, 1, ... = a, b, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipepart.schedule.actions import Action, Schedule, looped_placement, v_placement
+from pipepart.schedule.costs import ChunkCosts
+from pipepart.schedule.greedy import Policy, list_schedule
+from pipepart.schedule.simulate import step_time
+from pipepart.schedule.validate import peak_activations
+
+__all__ = ["zb_h1", "zb_h2", "zb_v"]
+
+
+def _delayed_weights(name: str, stages: int, microbatches: int, depth: int) -> Schedule:
+    """1F1B order with ``W`` held back: stage i lets in ``depth (p-1-i) + 1`` micro-batches, ``W`` lags by ``depth i``.
+
+    What later stages save by fewer micro-batches in flight they spend on held back weights: the peak is the same on
+    all stages, and the gradients travel upstream without waiting for any ``W``.
+    """
+
+    def actions(stage: int) -> Iterator[Action]:
+        ahead = min(microbatches, depth * (stages - 1 - stage) + 1)
+        lag = depth * stage
+        yield from (Action("F", stage, k) for k in range(ahead))
+        for k in range(microbatches):
+            yield Action("I", stage, k)
+            if k >= lag:
+                yield Action("W", stage, k - lag)
+            if k + ahead < microbatches:
+                yield Action("F", stage, k + ahead)
+        yield from (Action("W", stage, k) for k in range(max(0, microbatches - lag), microbatches))
+
+    placement = looped_placement(stages, 1)
+    return Schedule(name, stages, microbatches, placement, tuple(tuple(actions(s)) for s in range(stages)))
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """Zero bubble with the memory of 1F1B's first stage: bubble ``(p-1)(F+I-W)``, p activations on every stage."""
+    return _delayed_weights("zb_h1", stages, microbatches, 1)
+
+
+def zb_h2(stages: int, microbatches: int) -> Schedule:
+    """Zero bubble with twice the memory: bubble ``(p-1)(F+I-2W)`` between steps without a barrier, 2p-1 activations."""
+    return _delayed_weights("zb_h2", stages, microbatches, 2)
+
+
+def zb_v(stages: int, microbatches: int) -> Schedule:
+    """Two chunks per stage placed down and up again (Qi et al. 2023, section 6): no bubble when F = I = W.
+
+    The first stage holds the first and the last chunk, so backwards start as soon as the first micro-batch is round,
+    and p activations per stage are enough to be busy from a stage's first forward to the end.
+
+    From ``2p - 1`` micro-batches on the order is a fixed pattern. With fewer the pattern has holes; there list
+    scheduling fills them better, and the best of both is taken (judged with F = I = W).
+    """
+    pattern = _zb_v_pattern(stages, microbatches)
+    if microbatches >= 2 * stages - 1:
+        return pattern
+    even = ChunkCosts.even(stages, 2)
+    found = [pattern]
+    for policy in (Policy(patience=0.0), Policy(patience=0.0, forward_first=True)):
+        limits = [float(stages)] * stages
+        found.append(list_schedule(v_placement(stages), microbatches, even, limits=limits, policy=policy, name="zb_v"))
+    return min(found, key=lambda schedule: (step_time(schedule, even), max(peak_activations(schedule))))
+
+
+def _zb_v_pattern(stages: int, microbatches: int) -> Schedule:
+    """The fixed order: per stage a warm-up, a steady state ``F0 I0 W0 F1 I1 W1``, and a cool-down."""
+    last = 2 * stages - 1
+
+    def actions(stage: int) -> Iterator[Action]:
+        full = max(microbatches, 2 * stages - 1)
+        chunk = {"0": stage, "1": last - stage}
+        count = dict.fromkeys(("F0", "F1", "I0", "I1", "W0", "W1"), 0)
+
+        def take(*names: str) -> Iterator[Action]:
+            for name in names:
+                k = count[name]
+                if k < microbatches:
+                    yield Action(name[0], chunk[name[1]], k)
+                count[name] = k + 1
+
+        for _ in range(2 * (stages - stage) - 1):
+            yield from take("F0")
+        for _ in range(stage):
+            yield from take("F1", "F0")
+        for _ in range(stages - stage):
+            yield from take("F1", "I1", "W1")
+        while count["F1"] < full:
+            yield from take("F0", "I0", "W0", "F1", "I1", "W1")
+        for _ in range(stage):
+            yield from take("I0", "I1")
+        for _ in range(stages - stage):
+            yield from take("I0", "W0")
+        for name in ("W1", "W0"):
+            while count[name] < full:
+                yield from take(name)
+
+    placement = v_placement(stages)
+    return Schedule("zb_v", stages, microbatches, placement, tuple(tuple(actions(s)) for s in range(stages)))
