@@ -1,1 +1,20 @@
+"""Capture: run a model once and write down what it does, as a graph over its own parameters that can be cut."""
 
+from pipepart.capture.record import record
+from pipepart.capture.recording import GuardError, Input, LogCall, OpMeta, Recording
+from pipepart.capture.split import BATCH, Chunk, Edge, split
+from pipepart.capture.step import record_step
+
+__all__ = [
+    "BATCH",
+    "Chunk",
+    "Edge",
+    "GuardError",
+    "Input",
+    "LogCall",
+    "OpMeta",
+    "Recording",
+    "record",
+    "record_step",
+    "split",
+]

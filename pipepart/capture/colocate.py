@@ -1,0 +1,113 @@
+"""Which ops must stay in one chunk, whatever the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.fx as fx
+import torch.nn as nn
+
+from pipepart.capture import intrinsics
+from pipepart.capture.execute import resolve
+from pipepart.capture.recording import OpMeta, Recording
+
+__all__ = ["colocated"]
+
+
+class _Groups:
+    """Union-find over nodes."""
+
+    def __init__(self) -> None:
+        self.parent: dict[fx.Node, fx.Node] = {}
+
+    def find(self, node: fx.Node) -> fx.Node:
+        self.parent.setdefault(node, node)
+        while self.parent[node] is not node:
+            self.parent[node] = self.parent[self.parent[node]]
+            node = self.parent[node]
+        return node
+
+    def join(self, nodes: Iterable[fx.Node]) -> None:
+        first = None
+        for node in nodes:
+            if first is None:
+                first = self.find(node)
+            else:
+                self.parent[self.find(node)] = first
+
+    def sets(self, order: list[fx.Node]) -> list[tuple[fx.Node, ...]]:
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in order:
+            if node in self.parent:
+                found.setdefault(self.find(node), []).append(node)
+        return [tuple(group) for group in found.values() if len(group) > 1]
+
+
+def colocated(recording: Recording) -> list[tuple[fx.Node, ...]]:
+    """Groups of ops that must share a chunk, in program order.
+
+    - what makes or unpacks a tuple or an object: only tensors and numbers cross cuts;
+    - all that touches memory up to its last change in place: a chunk sends its values when it has finished;
+    - all that uses a state which the model changes (buffers, metrics): the state lives in one process.
+    """
+    nodes = [node for node in recording.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    groups = _Groups()
+    for node in nodes:
+        meta: OpMeta = node.meta["op"]
+        users = [user for user in node.users if user.op != "output"]
+        if meta.shape is None and not meta.is_number and not meta.replicable:
+            groups.join([node, *users])
+        if node.target is intrinsics.check:
+            source = node.args[0]
+            if isinstance(source, fx.Node) and source.op != "placeholder" and not source.meta["op"].replicable:
+                groups.join([source, node])
+    _join_memory(recording, nodes, groups)
+    _join_state(recording, nodes, groups)
+    return groups.sets(nodes)
+
+
+def _join_memory(recording: Recording, nodes: list[fx.Node], groups: _Groups) -> None:
+    position = {node: i for i, node in enumerate(nodes)}
+    touching: dict[Any, list[fx.Node]] = {}
+    last: dict[Any, int] = {}
+    persistent: set[Any] = set()
+    for node in recording.graph.nodes:
+        reads, writes, mutates = node.meta["storages"]
+        if node.op == "get_attr":
+            persistent |= writes
+        if node not in position:
+            continue
+        for storage in reads | writes:
+            touching.setdefault(storage, []).append(node)
+        for storage in mutates:
+            last[storage] = position[node]
+    for storage, end in last.items():
+        members = [node for node in touching[storage] if storage in persistent or position[node] <= end]
+        if not all(node.meta["op"].replicable for node in members):
+            groups.join(members)
+
+
+def _join_state(recording: Recording, nodes: list[fx.Node], groups: _Groups) -> None:
+    owners: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        if node.op == "call_module" and node.meta["stateful"]:
+            owners.setdefault(str(node.target), []).append(node)
+        elif node.target is intrinsics.method_of:
+            owners.setdefault(str(node.args[0].target), []).append(node)  # type: ignore[union-attr]
+    for path, calls in owners.items():
+        module = resolve(recording.root, path)
+        aliases = {name for name, other in recording.root.named_modules(remove_duplicate=False) if other is module}
+        members = list(calls)
+        for node in nodes:
+            if node.op == "call_module" and str(node.target) in aliases:
+                members.append(node)
+            for source in node.all_input_nodes:
+                if source.op == "get_attr" and _below(str(source.target), aliases, module):
+                    members.append(node)
+        groups.join(dict.fromkeys(members))
+
+
+def _below(path: str, prefixes: set[str], module: nn.Module) -> bool:
+    owner, _, name = path.rpartition(".")
+    return (owner in prefixes and name in module._buffers) or path in prefixes

@@ -1,0 +1,170 @@
+"""What is patched while a model is recorded, and put back afterwards: the calls that no torch function mode sees."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.utils.checkpoint as checkpointing
+
+from pipepart.capture import intrinsics, ops
+from pipepart.capture.recorder import NotRecordable, Recorder, unwrap
+
+__all__ = ["is_metric", "recording_patches"]
+
+_OPEN = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+"""Modules of ``torch.nn`` that are made of others: recorded through."""
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Whether a module is a torchmetrics metric (known by its shape: torchmetrics is not imported)."""
+    return all(hasattr(type(module), name) for name in ("update", "compute", "reset")) and any(
+        kind.__module__.startswith("torchmetrics") for kind in type(module).__mro__
+    )
+
+
+def is_leaf(recorder: Recorder, module: nn.Module, name: str) -> bool:
+    """Whether a call of this module is one op."""
+    if name in recorder.whole or is_metric(module):
+        return True
+    if isinstance(module, _OPEN):
+        return False
+    home = type(module).__module__
+    if home.startswith(("torch.nn.", "torch.ao.nn.", "torch.jit")):
+        return not home.startswith("torch.nn.parallel")
+    return not module._modules and ops.reads_training_flag(type(module))
+
+
+def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not recorder.recording or recorder.frames:
+        return original(module, *unwrap(args), **unwrap(kwargs))
+    name = recorder.module_names.get(id(module))
+    if name is None:
+        return original(module, *args, **kwargs)
+    recorder.stack.append((name, module))
+    try:
+        if name and is_leaf(recorder, module, name):
+            own = [*module.buffers(), *_metric_state(module)]
+            out = recorder.run_whole(
+                lambda *a, **k: original(module, *a, **k), "call_module", name, args, kwargs, prefix=name, own=own
+            )
+            node = next(reversed([n for n in recorder.graph.nodes if n.op == "call_module" and n.target == name]))
+            fact = recorder.facts[node]
+            fact.random = fact.random or _draws(module)
+            fact.stateful = fact.stateful or is_metric(module)
+            return out
+        if name and (module._backward_hooks or module._backward_pre_hooks):
+            raise NotRecordable(f"module {name!r} has a backward hook and consists of several ops")
+        return original(module, *args, **kwargs)
+    except BaseException:
+        if recorder.failed_in is None:
+            recorder.failed_in = [path for path, _ in recorder.stack]
+        raise
+    finally:
+        recorder.stack.pop()
+
+
+def _draws(module: nn.Module) -> bool:
+    return any(
+        isinstance(part, ops.RANDOM_MODULES) and part.training and getattr(part, "p", 1) for part in module.modules()
+    ) or (isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.training and bool(module.dropout))
+
+
+def _metric_state(module: nn.Module) -> list[torch.Tensor]:
+    return [value for value in vars(module).values() if isinstance(value, torch.Tensor)] if is_metric(module) else []
+
+
+def _metric_method(recorder: Recorder, module: nn.Module, name: str) -> Any:
+    method = getattr(module, name)
+    path = recorder.module_names[id(module)]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.recording or recorder.frames:
+            return method(*unwrap(args), **unwrap(kwargs))
+        lead = (recorder.read_attribute(path), name)
+        recorder.stack.append((path, module))
+        try:
+            out = recorder.run_whole(
+                method, "call_function", intrinsics.method_of, args, kwargs, lead=lead, prefix=path
+            )
+            recorder.facts[
+                next(reversed([n for n in recorder.graph.nodes if n.target is intrinsics.method_of]))
+            ].stateful = True
+            return out
+        finally:
+            recorder.stack.pop()
+
+    return call
+
+
+def _apply(recorder: Recorder, original: Any, kind: Any, args: Any, kwargs: Any) -> Any:
+    real = original.__get__(None, kind)
+    if not recorder.recording or recorder.frames:
+        return real(*unwrap(args), **unwrap(kwargs))
+    if kind is checkpointing.CheckpointFunction:
+        return args[0](*args[2:])
+    return recorder.run_whole(real, "call_function", intrinsics.apply_function(kind), args, kwargs)
+
+
+@contextmanager
+def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
+    """Module calls, custom autograd functions, scripted functions, ``len`` and metrics go through the recorder.
+
+    With `compiling`, libraries that ask whether they are being compiled hear yes, and take paths free of data reads.
+    """
+    module_call = nn.Module.__call__
+    apply = torch.autograd.Function.__dict__["apply"]
+    script_call = torch._C.ScriptFunction.__call__
+    length = builtins.len
+    compile_flags = torch.compiler.is_compiling, torch.compiler.is_exporting
+    metrics = [m for m in recorder.root.modules() if is_metric(m)]
+
+    def patched_len(value: Any) -> int:
+        size = length(value)
+        return recorder.length(value, size) if isinstance(value, torch.Tensor) else size
+
+    def patched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.recording or recorder.frames:
+            return script_call(function, *unwrap(args), **unwrap(kwargs))
+        target = intrinsics.opaque_function(function, f"script_{getattr(function, 'name', 'function')}")
+        return recorder.run_whole(lambda *a, **k: script_call(function, *a, **k), "call_function", target, args, kwargs)
+
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    nn.Module.__call__ = lambda module, *a, **k: _call_module(recorder, module_call, module, a, k)  # type: ignore
+    torch.autograd.Function.apply = classmethod(lambda kind, *a, **k: _apply(recorder, apply, kind, a, k))  # type: ignore
+    torch._C.ScriptFunction.__call__ = patched_script
+    builtins.len = patched_len  # type: ignore[assignment]
+    if compiling:
+        torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: True  # type: ignore[assignment]
+    for metric in metrics:
+        for name in ("update", "compute", "reset"):
+            wrapped = _metric_method(recorder, metric, name)
+            saved.append((metric.__dict__, name, metric.__dict__.get(name)))
+            metric.__dict__[name] = wrapped
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = module_call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch._C.ScriptFunction.__call__ = script_call
+        builtins.len = length
+        torch.compiler.is_compiling, torch.compiler.is_exporting = compile_flags
+        for attributes, name, value in saved:
+            if value is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
+        recorder.recording = False

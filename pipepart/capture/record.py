@@ -1,0 +1,398 @@
+"""Record a module or a function: run it on the example, at several sizes, until the graph is right for all of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+
+from pipepart.capture import state, symbols, trees, variants
+from pipepart.capture.annotate import annotate
+from pipepart.capture.patches import recording_patches
+from pipepart.capture.recorder import DataDependent, Fact, NotRecordable, Recorder, RecordMode
+from pipepart.capture.recording import Input, LogCall, Recording
+from pipepart.capture.simplify import simplify
+from pipepart.errors import CaptureError
+
+__all__ = ["Call", "record", "record_call"]
+
+WHOLE_LIMIT = 0.4
+"""A module that cannot be looked into is kept whole if it has at most this share of the parameters."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is to be recorded: how to run it on flat leaves, and what the leaves are.
+
+    `run` returns the result and the logged values, a list of (name, value, options).
+    """
+
+    root: nn.Module
+    run: Callable[[list[Any]], tuple[Any, list[tuple[str, Any, dict[str, Any]]]]]
+    leaves: tuple[Any, ...]
+    inputs: tuple[Input, ...]
+    tree: trees.Tree
+    step: str | None = None
+
+    @property
+    def what(self) -> str:
+        name = type(self.root).__name__
+        return f"{name}.{self.step}" if self.step else name
+
+
+@dataclass
+class _Run:
+    recorder: Recorder
+    outputs: list[Any]
+    output_tree: trees.Tree
+    logs: list[tuple[str, Any, dict[str, Any]]]
+    output_count: int
+    tensors: list[Any]
+
+
+@dataclass
+class _Settings:
+    whole: set[str] = field(default_factory=set)
+    guards: bool = False
+    compiling: bool = False
+    history: list[str] = field(default_factory=list)
+
+
+def record(
+    target: nn.Module | Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    root: nn.Module | None = None,
+) -> Recording:
+    """Record a module, a bound method of a module, or a function that uses the modules of `root`.
+
+    It is run on the example in the current mode (train or eval); buffers, gradients and random state stay as they are.
+    """
+    if isinstance(target, nn.Module):
+        root = root or target
+    elif root is None:
+        root = getattr(target, "__self__", None)
+        if not isinstance(root, nn.Module):
+            raise CaptureError(f"record({target!r}): give root=, the module whose parameters the function uses")
+    leaves, tree = trees.flatten((tuple(args), dict(kwargs or {})))
+    paths = [_short_path(target, path) for path in trees.leaf_paths(tree)]
+    inputs = tuple(describe_leaf(leaf, path, numbers=False) for leaf, path in zip(leaves, paths))
+
+    def run(values: list[Any]) -> tuple[Any, list[Any]]:
+        given, named = trees.unflatten(values, tree)
+        return target(*given, **named), []
+
+    return record_call(Call(root, run, tuple(leaves), inputs, tree))
+
+
+def describe_leaf(leaf: Any, path: str, numbers: bool) -> Input:
+    """The `Input` of one leaf. With `numbers`, Python numbers may change from call to call."""
+    name = "".join(c if c.isalnum() else "_" for c in path).strip("_") or "x"
+    name = name if not name[0].isdigit() else f"x_{name}"
+    if isinstance(leaf, torch.Tensor):
+        return Input(name, path, "tensor", tuple(leaf.shape), leaf.dtype, None, (False,) * leaf.dim())
+    if numbers and isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+        return Input(name, path, "number")
+    return Input(name, path, "constant", value=leaf)
+
+
+def _short_path(target: Any, path: str) -> str:
+    """``[0][1]['x']`` (of args and kwargs) with the name of the parameter in front."""
+    head, _, rest = path[1:].partition("]")
+    key, _, tail = rest[1:].partition("]")
+    if head == "1":
+        return key.strip("'\"") + tail
+    try:
+        function = target.forward if isinstance(target, nn.Module) else target
+        parameters = list(inspect.signature(function).parameters.values())
+        parameter = parameters[int(key)]
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            return parameter.name + tail
+    except (TypeError, ValueError, IndexError):
+        pass
+    return f"args[{key}]{tail}"
+
+
+def record_call(call: Call) -> Recording:
+    """Record a call; modules that resist are kept whole, one by one, before giving up."""
+    with ExitStack() as stack:
+        mode = stack.enter_context(state.stand_ins(call.root)) if state.is_abstract(call.root) else None
+        names = state.names_of(call.root)
+        leaves = [_fake(leaf, mode) for leaf in call.leaves]
+        settings = _Settings()
+        while True:
+            try:
+                return _record(call, leaves, names, settings, mode)
+            except _Retry:
+                continue
+
+
+class _Retry(Exception):
+    """The settings were changed: record again."""
+
+
+def _fake(leaf: Any, mode: Any) -> Any:
+    if mode is None or not isinstance(leaf, torch.Tensor):
+        return leaf
+    with mode:
+        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+        return made.requires_grad_() if leaf.requires_grad else made
+
+
+def _record(call: Call, leaves: list[Any], names: state.Names, settings: _Settings, mode: Any) -> Recording:
+    dims = variants.dimensions(leaves)
+    batch = dims[0] if dims else None
+    base_leaves = leaves
+    if batch is not None and batch.size == 1:  # size 1 broadcasts: nothing can be learned from it
+        try:
+            base_leaves = variants.resize(leaves, batch, 2)
+            with torch.no_grad():
+                _eager(call, base_leaves, mode)
+            batch = variants.Dimension(2, batch.places, True)
+        except Exception:
+            base_leaves, batch = leaves, None
+    base = _attempt(call, base_leaves, names, settings, mode)
+    runs = [base]
+    proved: list[variants.Dimension] = []
+    notes: list[str] = []
+    for dim in [batch, *dims[1:]] if batch is not None else dims[1:]:
+        assert dim is not None
+        other = _other_size(call, base_leaves, base, dim, names, settings, mode)
+        if isinstance(other, str):
+            notes.append(other)
+        else:
+            runs.append(other)
+            proved.append(dim)
+    simplify([run.recorder for run in runs])
+    inputs = tuple(_with_dynamic(spec, i, proved) for i, spec in enumerate(call.inputs))
+    return _recording(call, leaves, base, inputs, settings, notes, mode)
+
+
+def _other_size(
+    call: Call,
+    leaves: list[Any],
+    base: _Run,
+    dim: variants.Dimension,
+    names: state.Names,
+    settings: _Settings,
+    mode: Any,
+) -> _Run | str:
+    """The same recording at another size of one dimension, or why there is none."""
+    reason = ""
+    for size in dim.candidates():
+        changed = variants.resize(leaves, dim, size)
+        try:
+            run = _run(call, changed, names, settings, mode)
+        except Exception as error:
+            reason = f"fails at size {size} ({type(error).__name__}: {str(error)[:200]})"
+            continue
+        mismatch = variants.compare(base.recorder, run.recorder)
+        if mismatch is None and trees_differ(base, run):
+            mismatch = variants.Mismatch("", "the result has another structure")
+        if mismatch is None:
+            return run
+        reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
+        if dim.is_batch:
+            where = mismatch.module
+            if _keep_whole(call.root, where, settings, reason):
+                raise _Retry
+            raise CaptureError(
+                f"{call.what} depends on the batch size in a way that cannot be recorded.\n  {reason}\n"
+                "  do: compute sizes from tensors (x.shape[0], not Python copies of it) or put this part into a "
+                "submodule of its own, which is then kept whole"
+            )
+    kind = "batch size" if dim.is_batch else f"dimension of size {dim.size}"
+    return f"{kind}: fixed, since the model {reason}" if reason else f"{kind}: fixed"
+
+
+def trees_differ(a: _Run, b: _Run) -> bool:
+    """Whether two runs returned or logged differently."""
+    return a.output_tree != b.output_tree or [log[0] for log in a.logs] != [log[0] for log in b.logs]
+
+
+def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: _Settings, mode: Any) -> _Run:
+    """Record once; on failure change the settings and ask for a new attempt, or say why it cannot be done."""
+    try:
+        return _run(call, leaves, names, settings, mode)
+    except _RunFailed as failed:
+        error = failed.error
+        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, CaptureError):
+            _eager(call, leaves, mode)  # if the model itself fails on the example, that error is the user's
+        for path in reversed(failed.modules):
+            if path and _keep_whole(call.root, path, settings, text):
+                raise _Retry from None
+            if path and path not in settings.whole:
+                break
+        if isinstance(error, DataDependent) and not settings.compiling:
+            settings.compiling = True
+            raise _Retry from None
+        if isinstance(error, DataDependent) and not settings.guards:
+            settings.guards = True
+            raise _Retry from None
+        where = next((path for path in reversed(failed.modules) if path), "")
+        raise CaptureError(
+            f"{call.what} cannot be recorded.\n  where: module {where!r}\n  what: {text}\n"
+            + "".join(f"  tried: {item}\n" for item in settings.history[-3:])
+            + "  do: put this part into a submodule with at most 40 % of the parameters (it is then kept whole), or "
+            "write it with tensor ops"
+        ) from error
+
+
+class _RunFailed(Exception):
+    def __init__(self, error: Exception, modules: list[str]):
+        super().__init__(str(error))
+        self.error, self.modules = error, modules
+
+
+def _keep_whole(root: nn.Module, path: str, settings: _Settings, why: str) -> bool:
+    if not path or path in settings.whole:
+        return False
+    total = sum(p.numel() for p in root.parameters()) or 1
+    share = sum(p.numel() for p in root.get_submodule(path).parameters()) / total
+    if share > WHOLE_LIMIT:
+        settings.history.append(
+            f"module {path!r} holds {share:.0%} of the parameters: too large to keep whole ({why[:160]})"
+        )
+        return False
+    settings.whole.add(path)
+    settings.history.append(f"kept {path!r} whole ({why[:160]})")
+    return True
+
+
+def _eager(call: Call, leaves: list[Any], mode: Any) -> Any:
+    with ExitStack() as stack:
+        stack.enter_context(state.preserved(call.root))
+        if mode is not None:
+            stack.enter_context(mode)
+        return call.run([_copy(leaf) for leaf in leaves])
+
+
+def _copy(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copy = leaf.detach().clone()
+    return copy.requires_grad_() if leaf.requires_grad else copy
+
+
+def _run(call: Call, leaves: list[Any], names: state.Names, settings: _Settings, mode: Any) -> _Run:
+    recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards)
+    with ExitStack() as stack:
+        stack.enter_context(state.preserved(call.root))
+        stack.enter_context(torch.enable_grad())
+        if mode is not None:
+            stack.enter_context(mode)
+        values = []
+        for leaf, spec in zip(leaves, call.inputs):
+            node = recorder.graph.placeholder(spec.name)
+            recorder.facts[node] = Fact(varies=spec.kind != "constant")
+            value = _copy(leaf)
+            if isinstance(value, torch.Tensor):
+                recorder.bind(value, node)
+            elif spec.kind == "number":
+                recorder.facts[node].number = value
+                value = symbols.StepNumber(value, recorder, lambda node=node: node)
+            values.append(value)
+        try:
+            with recording_patches(recorder, settings.compiling), RecordMode(recorder):
+                result, logs = call.run(values)
+                outputs, tree = trees.flatten(result)
+                count = len(outputs)
+                flat = [*outputs, *(value for _, value, _ in logs)]
+                nodes = tuple(_output(recorder, value) for value in flat)
+                recorder.recording = False
+        except Exception as error:
+            recorder.recording = False
+            raise _RunFailed(error, recorder.failed_in or [""]) from error
+        recorder.facts[recorder.graph.output(nodes)] = Fact()
+        return _Run(recorder, list(nodes), tree, logs, count, flat)
+
+
+def _output(recorder: Recorder, value: Any) -> Any:
+    if isinstance(value, (torch.Tensor, str, int, float, bool, type(None))) or symbols.is_tracked(value):
+        return recorder.argument(value)
+    if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+        return recorder.argument(value)
+    from pipepart.capture.recorder import tensors_in
+
+    if tensors_in(vars(value)):
+        raise NotRecordable(
+            f"the result holds a {type(value).__name__}, an object with tensors inside that is no dict, tuple or "
+            "dataclass; return its tensors instead"
+        )
+    return recorder.argument(value)
+
+
+def _with_dynamic(spec: Input, index: int, proved: Sequence[variants.Dimension]) -> Input:
+    if spec.shape is None:
+        return spec
+    free = {place for dim in proved for place in dim.places}
+    dynamic = tuple((index, dim) in free for dim in range(len(spec.shape)))
+    return Input(spec.name, spec.path, spec.kind, spec.shape, spec.dtype, spec.value, dynamic)
+
+
+def _recording(
+    call: Call,
+    leaves: list[Any],
+    base: _Run,
+    inputs: tuple[Input, ...],
+    settings: _Settings,
+    notes: list[str],
+    mode: Any,
+) -> Recording:
+    recorder = base.recorder
+    graph = recorder.graph
+    output: fx.Node = next(reversed(graph.nodes))  # type: ignore[call-overload]
+    flat = list(output.args[0])  # type: ignore[arg-type]
+    logs = []
+    for i, (name, _, options) in enumerate(base.logs):
+        value = flat[base.output_count + i]
+        if isinstance(value, fx.Node):
+            logs.append(LogCall(name, base.output_count + i, None, options))
+        else:
+            logs.append(LogCall(name, None, value, options))
+    recording = Recording(
+        graph=graph,
+        root=call.root,
+        inputs=inputs,
+        loss_index=loss_index(base.output_tree, base.tensors[: base.output_count]),
+        logs=tuple(logs),
+        training=call.root.training,
+        constants=dict(recorder.constants),
+        input_tree=call.tree,
+        output_tree=base.output_tree,
+        step=call.step,
+        leaves=tuple(sorted(settings.whole)),
+        notes=tuple([*recorder.notes, *notes]),
+    )
+    annotate(recording, recorder)
+    recorder.kept.clear()
+    recorder.values.clear()
+    return recording
+
+
+def loss_index(tree: trees.Tree, outputs: Sequence[Any]) -> int | None:
+    """Which leaf is the loss: the result itself, its ``loss``, its first leaf, or the only one that can be.
+
+    A loss is a scalar that requires grad.
+    """
+
+    def is_loss(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
+
+    start = 0
+    for key, child in zip(tree.keys, tree.children):
+        if key == "loss" and child.leaves == 1 and is_loss(outputs[start]):
+            return start
+        start += child.leaves
+    if outputs and is_loss(outputs[0]):
+        return 0
+    scalars = [i for i, value in enumerate(outputs) if is_loss(value)]
+    return scalars[0] if len(scalars) == 1 else None

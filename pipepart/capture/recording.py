@@ -1,0 +1,179 @@
+"""What a recording is: a flat fx graph over the user's parameters, and how to get values into and out of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+
+from pipepart.capture import trees
+from pipepart.capture.fingerprint import describe
+from pipepart.errors import CaptureError
+
+__all__ = ["GuardError", "Input", "LogCall", "OpMeta", "Recording"]
+
+
+class GuardError(CaptureError):
+    """A value that the recording was specialised on has changed; recording again would work."""
+
+
+@dataclass(frozen=True)
+class OpMeta:
+    """What is known of one node of a recorded graph; kept in ``node.meta["op"]``."""
+
+    module: str
+    module_class: str
+    source: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    nbytes: int
+    requires_grad: bool
+    is_number: bool = False
+    inplace: bool = False
+    random: bool = False
+    dynamic_shape: bool = False
+    replicable: bool = False
+
+
+@dataclass(frozen=True)
+class Input:
+    """One leaf of the flattened arguments.
+
+    `dynamic` says for each dimension of a tensor whether other sizes than the example's were proved to give the same
+    graph; dimension 0 of the batch always is.
+    """
+
+    name: str
+    path: str
+    kind: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    value: Any = None
+    dynamic: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class LogCall:
+    """One ``self.log``: the flat output that holds its value (or the constant), and the other arguments of the call."""
+
+    name: str
+    output: int | None
+    constant: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A model or a step as one recorded run: a graph of torch-level ops that shares the user's parameters."""
+
+    graph: fx.Graph
+    root: nn.Module
+    inputs: tuple[Input, ...]
+    loss_index: int | None
+    logs: tuple[LogCall, ...]
+    training: bool
+    constants: Mapping[str, Any]
+    """Tensors and objects that the graph reads and that belong to no module, by their get_attr target."""
+    input_tree: trees.Tree
+    output_tree: trees.Tree
+    step: str | None = None
+    leaves: tuple[str, ...] = ()
+    """Modules of the user that are kept whole, since something inside could not be recorded."""
+    notes: tuple[str, ...] = ()
+
+    def flatten(self, args: tuple, kwargs: Mapping[str, Any] | None = None) -> list:
+        """The leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
+
+        For a step: ``flatten((batch,), {"batch_idx": 3})``; numbers that are not given count as 0.
+        """
+        if self.step is not None:
+            leaves, tree = trees.flatten(args[0] if len(args) == 1 else args)
+            numbers = dict(kwargs or {})
+            extra = [spec for spec in self.inputs if spec.path == spec.name and spec.kind == "number"]
+            leaves += [numbers.pop(spec.name, 0) for spec in extra]
+            if numbers:
+                raise CaptureError(
+                    f"{self.step}: unknown numbers {sorted(numbers)}; expected: {[spec.name for spec in extra]}"
+                )
+        else:
+            leaves, tree = trees.flatten((tuple(args), dict(kwargs or {})))
+        if tree != self.input_tree:
+            raise CaptureError(
+                f"the arguments of {self._what()} have another structure than the example it was recorded with.\n"
+                f"  expected: {self.input_tree}\n  got:      {tree}\n"
+                "  do: give batches of one structure, or record again with an example of the new one"
+            )
+        for leaf, spec in zip(leaves, self.inputs):
+            self._check(leaf, spec)
+        return leaves
+
+    def unflatten(self, leaves: Sequence) -> Any:
+        """The flat outputs (those of logs are ignored) in the structure that the user's function returned."""
+        return trees.unflatten(leaves, self.output_tree)
+
+    def module(self) -> nn.Module:
+        """The recording as a module that is called like the original, over the same parameters."""
+        from pipepart.capture.execute import RecordedModule
+
+        return RecordedModule(self)
+
+    def graph_module(self, device: torch.device | None = None) -> fx.GraphModule:
+        """The whole graph as one executable module: flat inputs to a tuple of flat outputs."""
+        from pipepart.capture.execute import executable
+
+        return executable(self, device=device)
+
+    @cached_property
+    def hash(self) -> str:
+        """The same on every process and machine for the same model and step: ops, constants, parameter shapes."""
+        return hashlib.sha256(describe(self).encode()).hexdigest()
+
+    @property
+    def ops(self) -> tuple[fx.Node, ...]:
+        """The nodes that count as ops, in program order: all but the reads of parameters and buffers."""
+        return tuple(node for node in self.graph.nodes if node.op != "get_attr")
+
+    def _what(self) -> str:
+        name = type(self.root).__name__
+        return f"{name}.{self.step}" if self.step else name
+
+    def _check(self, leaf: Any, spec: Input) -> None:
+        where = f"argument {spec.path} of {self._what()}"
+        if spec.kind == "tensor":
+            if not isinstance(leaf, torch.Tensor):
+                raise CaptureError(f"{where}: expected a tensor, got {type(leaf).__name__}")
+            shape = tuple(leaf.shape)
+            assert spec.shape is not None
+            if leaf.dtype != spec.dtype or len(shape) != len(spec.shape):
+                raise CaptureError(
+                    f"{where}: expected {spec.dtype} of {len(spec.shape)} dimensions, got {leaf.dtype} of shape {shape}"
+                )
+            for dim, (size, known, free) in enumerate(zip(shape, spec.shape, spec.dynamic)):
+                if size != known and not free:
+                    raise GuardError(
+                        f"{where}: dimension {dim} was {known} when it was recorded and is {size}; the model does "
+                        f"not compute the same ops for every size of it. Record again with an example of this size."
+                    )
+        elif spec.kind == "number":
+            if not isinstance(leaf, (int, float)):
+                raise CaptureError(f"{where}: expected a number, got {type(leaf).__name__}")
+        elif not _same(leaf, spec.value):
+            raise GuardError(
+                f"{where}: the recording holds for {spec.value!r} only, got {leaf!r}. "
+                "Pass what changes as a tensor, or record again."
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False

@@ -1,0 +1,126 @@
+"""Names and state of a module: what is looked up while recording, and what recording must leave as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+__all__ = ["Names", "is_abstract", "names_of", "preserved", "stand_ins"]
+
+
+@dataclass
+class Names:
+    """Full names of the modules and tensors of a root, by identity; of tied ones the first name."""
+
+    modules: dict[int, str] = field(default_factory=dict)
+    tensors: dict[int, str] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+
+
+def names_of(root: nn.Module) -> Names:
+    """The names of everything that a recorded run of `root` may touch."""
+    names = Names()
+    for path, module in root.named_modules():
+        names.modules[id(module)] = path
+    for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
+        names.tensors.setdefault(id(tensor), path)
+        names.kept.append(tensor)
+    for path, module in root.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                names.tensors.setdefault(id(value), f"{path}.{key}" if path else key)
+                names.kept.append(value)
+    return names
+
+
+def is_abstract(root: nn.Module) -> bool:
+    """Whether a module has parameters or buffers without memory (on the meta device)."""
+    return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
+
+
+@contextmanager
+def preserved(root: nn.Module) -> Iterator[None]:
+    """Whatever runs inside, buffers, gradients, plain attributes and the random number generators are as before."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
+    grads = [(parameter, parameter.grad) for parameter in root.parameters()]
+    attributes = [
+        (module, {key: _shallow(value) for key, value in vars(module).items() if key not in _REGISTRIES})
+        for module in root.modules()
+    ]
+    registries = [(module, dict(module._parameters), dict(module._buffers)) for module in root.modules()]
+    rng = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        for module, before in attributes:
+            now = vars(module)
+            for key in [key for key in now if key not in before and key not in _REGISTRIES]:
+                del now[key]
+            for key, (value, copy) in before.items():
+                now[key] = value
+                if copy is not None and value is not None and len(value) != len(copy):
+                    value.clear()
+                    (value.extend if isinstance(value, list) else value.update)(copy)
+        for module, parameters, known in registries:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(known)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if not buffer.is_meta:
+                    buffer.copy_(value)
+        for parameter, grad in grads:
+            parameter.grad = grad
+        torch.set_rng_state(rng)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _shallow(value: Any) -> tuple[Any, Any]:
+    """A value, and a copy of it if it is a plain container that a forward may append to."""
+    return value, (value.copy() if type(value) in (list, dict, set) else None)
+
+
+@contextmanager
+def stand_ins(root: nn.Module) -> Iterator[Any]:
+    """Put fake tensors (shape and dtype, no memory) in the place of all parameters, buffers and tensor attributes.
+
+    Yields the fake mode. The fakes live on the CPU whatever the device of the originals, so that what the model makes
+    of them fits the example batch. Names refer to the fakes while they are there.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                fakes[id(tensor)] = made
+        return fakes[id(tensor)]
+
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in root.modules():
+        for registry in (module._parameters, module._buffers, module.__dict__):
+            tensors = {key: value for key, value in registry.items() if isinstance(value, torch.Tensor)}
+            if tensors:
+                saved.append((registry, tensors))
+                registry.update({key: fake(value) for key, value in tensors.items()})
+    try:
+        yield mode
+    finally:
+        for registry, tensors in saved:
+            registry.update(tensors)

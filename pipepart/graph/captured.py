@@ -1,0 +1,126 @@
+"""The public result of capture: the train graph, the eval graph, and the graph that planning reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch.nn as nn
+
+from pipepart.capture.record import record
+from pipepart.capture.recording import Recording
+from pipepart.capture.step import STEPS, record_step
+from pipepart.errors import CaptureError
+from pipepart.graph.build import op_graph
+from pipepart.graph.opgraph import OpGraph
+
+__all__ = ["Captured", "capture"]
+
+
+class CapturedModule(nn.Module):
+    """Called like the original: the train graph in train mode, the eval graph in eval mode, over the same parameters."""
+
+    def __init__(self, captured: Captured):
+        super().__init__()
+        self.__dict__["_train"] = captured.train.module()
+        self.__dict__["_eval"] = captured.eval.module() if captured.eval is not None else None
+        self.__dict__["_root"] = captured.train.root
+        self.training = captured.train.root.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._root.training:
+            return self._train(*args, **kwargs)
+        if self._eval is None:
+            raise CaptureError("this model was captured in train mode only; its eval mode could not be recorded")
+        return self._eval(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> CapturedModule:
+        self._root.train(mode)
+        self.training = mode
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._root.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self._root.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._root.state_dict(*args, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A captured model: `train` and `eval` share the user's parameters; `graph` describes the train recording."""
+
+    train: Recording
+    eval: Recording | None
+    graph: OpGraph
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The captured model, called like the original; follows ``train()`` and ``eval()``."""
+        return CapturedModule(self)
+
+    @property
+    def hash(self) -> str:
+        """Stable over processes and machines."""
+        return self.graph.hash
+
+    def __str__(self) -> str:
+        graph = self.graph
+        total = sum(p.numel() for p in self.train.root.parameters())
+        lines = [
+            f"{type(self.train.root).__name__}: {len(graph)} ops, {total:,} parameters, "
+            f"{sum(op.flops for op in graph.ops):,} FLOPs forward, hash {self.hash[:12]}"
+        ]
+        for leaf in self.train.leaves:
+            lines.append(f"  kept whole: {leaf}")
+        for note in self.train.notes:
+            lines.append(f"  note: {note}")
+        lines.append(f"  {'op':28} {'module':32} {'class':18} {'shape':20} {'params':>10} {'MFLOPs':>9}  source")
+        for op in graph.ops:
+            if op.kind in ("number", "output"):
+                continue
+            shape = "x".join(map(str, op.shape)) if op.shape is not None else "-"
+            lines.append(
+                f"  {op.name[:28]:28} {op.module[-32:]:32} {op.module_class[:18]:18} {shape[:20]:20} "
+                f"{op.parameter_bytes:>10,} {op.flops / 1e6:>9.2f}  {op.source}"
+            )
+        return "\n".join(lines)
+
+
+def capture(
+    module_or_step: nn.Module | Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Captured:
+    """Capture a module, or a bound method of one (``model.training_step``), on an example, in train and in eval mode.
+
+    Of a step of a LightningModule, `args` is ``(batch,)`` or ``(batch, batch_idx)``; a training step is captured in
+    train mode, the other steps in eval mode, as Lightning runs them.
+    """
+    owner = getattr(module_or_step, "__self__", None)
+    name = getattr(module_or_step, "__name__", "")
+    if isinstance(owner, nn.Module) and name in STEPS and hasattr(owner, "automatic_optimization"):
+        index = int(args[1]) if len(args) > 1 else int((kwargs or {}).get("batch_idx", 0))
+        recording = _in_mode(owner, name == "training_step", lambda: record_step(owner, name, args[0], batch_idx=index))
+        return Captured(recording, recording if name != "training_step" else None, op_graph(recording))
+    root = module_or_step if isinstance(module_or_step, nn.Module) else owner
+    if not isinstance(root, nn.Module):
+        raise CaptureError(f"capture({module_or_step!r}): expected a module or a bound method of a module")
+    train = _in_mode(root, True, lambda: record(module_or_step, args, kwargs))
+    evaluation = _in_mode(root, False, lambda: record(module_or_step, args, kwargs))
+    return Captured(train, evaluation, op_graph(train))
+
+
+def _in_mode(root: nn.Module, training: bool, function: Callable[[], Recording]) -> Recording:
+    """Run `function` with the module in train or eval mode; each submodule gets its own mode back."""
+    modes = [(module, module.training) for module in root.modules()]
+    if training != root.training:
+        root.train(training)
+    try:
+        return function()
+    finally:
+        for module, mode in modes:
+            module.training = mode
