@@ -24,6 +24,9 @@ LOCAL_LINK = Link(bandwidth=1.5e9, latency=150e-6)
 TRAINING_SCHEDULES = tuple(name for name, kind in SCHEDULES.items() if name != "forward" and not kind.splits_backward)
 """The schedules that the runtime can execute."""
 
+ParameterSizes = Mapping[str, tuple[int, int]]
+"""Parameter name -> (elements, bytes)."""
+
 AUTO_SLACK = 1
 """One more micro-batch in flight than 1F1B needs absorbs jitter between stages."""
 
@@ -61,12 +64,14 @@ def auto_microbatches(stages: int, batch_size: int) -> int:
     return max(1, min(batch_size, 4 * stages)) if stages > 1 else 1
 
 
-def make_plan(graph: OpGraph, costs: OpCosts, request: Request, microbatch_size: int) -> Plan:
+def make_plan(
+    graph: OpGraph, costs: OpCosts, request: Request, microbatch_size: int, sizes: ParameterSizes
+) -> Plan:
     """The best plan for this graph and request: every schedule that is asked for is tried, the shortest step wins."""
     if costs.names != tuple(op.name for op in graph.ops):
         raise PlanError("the costs belong to another graph: their ops have other names. Measure the costs again.")
     plans = [
-        _plan_for(graph, costs, request, microbatch_size, name, chunks, slack)
+        _plan_for(graph, costs, request, microbatch_size, sizes, name, chunks, slack)
         for name, chunks, slack in _candidates(request)
     ]
     # Ties go to the least memory: the same step with fewer activations in flight.
@@ -93,7 +98,14 @@ def _candidates(request: Request) -> list[tuple[str, int, int]]:
 
 
 def _plan_for(
-    graph: OpGraph, costs: OpCosts, request: Request, microbatch_size: int, name: str, chunks: int, slack: int
+    graph: OpGraph,
+    costs: OpCosts,
+    request: Request,
+    microbatch_size: int,
+    sizes: ParameterSizes,
+    name: str,
+    chunks: int,
+    slack: int,
 ) -> Plan:
     total = request.stages * chunks
     schedule = make_schedule(
@@ -104,12 +116,12 @@ def _plan_for(
     others = {} if total == 1 else baselines(problem, total)
 
     def step(split: Partition) -> float:
-        pieces, traffic = _chunks(graph, costs, split.chunk_of, schedule.placement, request.link)
+        pieces, traffic = _chunks(graph, costs, sizes, split.chunk_of, schedule.placement, request.link)
         return simulate(schedule, *_simulated(pieces, traffic)).step_time
 
     # The search works with an estimate of the step; the simulation has the last word, also against the baselines.
     best = min([found, *others.values()], key=step) if total > 1 else found
-    pieces, traffic = _chunks(graph, costs, best.chunk_of, schedule.placement, request.link)
+    pieces, traffic = _chunks(graph, costs, sizes, best.chunk_of, schedule.placement, request.link)
     gap = max(0.0, best.bottleneck / found.lower_bound - 1.0) if found.lower_bound > 0 else 0.0
     return Plan(
         graph_hash=graph.hash,
@@ -183,7 +195,12 @@ def _known_modules(graph: OpGraph, near: str) -> str:
 
 
 def _chunks(
-    graph: OpGraph, costs: OpCosts, chunk_of: Sequence[int], placement: Sequence[int], link: Link
+    graph: OpGraph,
+    costs: OpCosts,
+    sizes: ParameterSizes,
+    chunk_of: Sequence[int],
+    placement: Sequence[int],
+    link: Link,
 ) -> tuple[tuple[ChunkPlan, ...], tuple[Traffic, ...]]:
     """What a partition means in figures: every chunk, and every pair of chunks that talk."""
     members: list[list[int]] = [[] for _ in placement]
@@ -199,8 +216,8 @@ def _chunks(
                 ops=len(ops),
                 first=paths[0] if paths else "-",
                 last=paths[-1] if paths else "-",
-                parameters=sum(graph.parameters[name].numel for name in names),
-                parameter_bytes=sum(graph.parameters[name].nbytes for name in names),
+                parameters=sum(sizes[name][0] for name in names),
+                parameter_bytes=sum(sizes[name][1] for name in names),
                 saved_bytes=int(sum(costs.saved_bytes[op] for op in ops)),
                 forward=math.fsum(costs.forward[op] for op in ops),
                 backward_input=math.fsum(costs.backward_input[op] for op in ops),

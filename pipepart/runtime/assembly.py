@@ -101,7 +101,8 @@ def _make(
     )
     costs = profiled(recording, leaves, context, variant)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return make_plan(graph, costs, request, batch_size_of(tensors))
+    sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in recording.root.named_parameters()}
+    return make_plan(graph, costs, request, batch_size_of(tensors), sizes)
 
 
 def _check_fits(plan: Plan, graph: OpGraph, mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipepart.capture import Chunk
 
-__all__ = ["Ownership", "drop_foreign_parameters"]
+__all__ = ["Ownership", "drop_foreign_parameters", "place_parameters"]
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,25 @@ class Ownership:
         return {name: stages for name, stages in self.parameters.items() if len(stages) > 1}
 
 
-def drop_foreign_parameters(root: nn.Module, keep: Iterable[str]) -> None:
-    """Free the storage of all parameters but `keep`.
+def drop_foreign_parameters(root: nn.Module, keep: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Free the storage of all parameters but `keep`; returns the empty ones that stand in their place, by name.
 
-    They stay in the module tree as meta tensors, and stay the same objects: names, optimizer groups and ties hold.
+    They are meta tensors of the same shape in the same places (ties included): names, order and optimizer groups hold.
     """
     kept = set(keep)
-    for name, parameter in root.named_parameters():
-        if name not in kept and not parameter.is_meta:
-            hollow = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-            parameter.grad = None
-            torch.utils.swap_tensors(parameter, hollow)
+    hollow = {
+        name: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for name, parameter in root.named_parameters()
+        if name not in kept
+    }
+    place_parameters(root, hollow)
+    return hollow
+
+
+def place_parameters(root: nn.Module, new: Mapping[str, nn.Parameter]) -> None:
+    """Put other parameters in the place of those with these (first) names, wherever they are tied to."""
+    old = {id(parameter): new[name] for name, parameter in root.named_parameters() if name in new}
+    for module in root.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in old:
+                setattr(module, name, old[id(parameter)])

@@ -75,7 +75,7 @@ class Pipeline:
         root.eval()
         evaluation = record(module_or_step, *example)
         root.train(was_training)
-        self._runtime = StageRuntime(root, agreed, graph, training, groups, self._device, timeout)
+        self._runtime = StageRuntime(root, agreed, graph, training, groups, self._device, timeout, "step")
         self._runtime.add("evaluate", evaluation)
         self._trace = False
 
@@ -101,10 +101,10 @@ class Pipeline:
         samples, on every rank; tensors with a batch dimension are put together on the last stage (None elsewhere).
         """
         self.module.train()
-        leaves = self._leaves("train", args, kwargs)
+        leaves = self._leaves("step", args, kwargs)
         result = self._runtime.train(leaves, trace=self._trace)
         self._runtime.hand_over()
-        return self._runtime.recording("train").unflatten(result.outputs)
+        return self._runtime.recording("step").unflatten(result.outputs)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from pipepart.planning import Plan, transfer
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm
 from pipepart.runtime.mesh import Groups
-from pipepart.runtime.ownership import Ownership, drop_foreign_parameters
+from pipepart.runtime.ownership import Ownership, drop_foreign_parameters, place_parameters
 from pipepart.runtime.program import Program, StepResult
 from pipepart.schedule import Event, Timeline
 
@@ -28,20 +28,31 @@ class StageRuntime:
     """Runs recorded steps of one model over the stages of a plan. `Pipeline` and the Lightning strategy build on it."""
 
     def __init__(
-        self, root: nn.Module, plan: Plan, graph: OpGraph, training: Recording, groups: Groups | None, device: torch.device,
+        self,
+        root: nn.Module,
+        plan: Plan,
+        graph: OpGraph,
+        planned: Recording,
+        groups: Groups | None,
+        device: torch.device,
         timeout: float,
+        name: str,
     ) -> None:
+        """`planned` is the recorded step that the plan was made for, under the name that it will be run by."""
         self.root, self.plan, self.groups, self.device = root, plan, groups, device
         self._graph = graph
-        chunks = split(training, dict(zip(plan.ops, plan.chunk_of)), len(plan.placement))
+        chunks = split(planned, dict(zip(plan.ops, plan.chunk_of)), len(plan.placement))
         self.ownership = Ownership.of(root, chunks, plan.placement)
         with guarded(groups):
             self._sync = GradientSync(self.ownership, groups, timedelta(seconds=timeout))
-        self._programs = {"train": Program(training, chunks, plan, groups, device)}
+        self._name = name
+        self._programs = {name: Program(planned, chunks, plan, groups, device)}
         self._fresh: dict[str, torch.Tensor] = {}
         self.timeline: Timeline | None = None
+        self._hollow: dict[str, nn.Parameter] = {}
+        """What stands in the place of the parameters of other stages; optimizers hold on to these objects."""
         if groups is not None:
-            drop_foreign_parameters(root, self.ownership.held_by(self.stage))
+            self._hollow = drop_foreign_parameters(root, self.ownership.held_by(self.stage))
 
     @property
     def stage(self) -> int:
@@ -80,7 +91,7 @@ class StageRuntime:
         before = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         for parameter in parameters.values():
             parameter.grad = None
-        program = self._programs["train"]
+        program = self._programs[self._name]
         try:
             with guarded(self.groups):
                 program.executor.tracing = trace
@@ -186,17 +197,22 @@ class StageRuntime:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """The whole model on every rank for a moment (to record another step); afterwards each has its own part again."""
-        if self.groups is None:
-            yield
-            return
-        with guarded(self.groups), torch.no_grad():
-            for name, parameter in self.root.named_parameters():
-                if parameter.is_meta:
-                    real = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
-                    torch.utils.swap_tensors(parameter, real)
-                home = self.ownership.parameters[name][0]
-                dist.broadcast(parameter.data, self.groups.rank_of_stage(home), group=self.groups.pipeline)
+        self.make_whole()
         try:
             yield
         finally:
-            drop_foreign_parameters(self.root, self.ownership.held_by(self.stage))
+            place_parameters(self.root, self._hollow)
+
+    def make_whole(self) -> None:
+        """All parameters on every rank again."""
+        if self.groups is None:
+            return
+        real = {
+            name: nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=parameter.requires_grad)
+            for name, parameter in self._hollow.items()
+        }
+        place_parameters(self.root, real)
+        with guarded(self.groups):
+            for name, parameter in self.root.named_parameters():
+                home = self.groups.rank_of_stage(self.ownership.parameters[name][0])
+                dist.broadcast(parameter.data, home, group=self.groups.pipeline)

@@ -1,1 +1,12 @@
+"""Lightning: the strategy, registered under its name so that `Trainer(strategy="pipepart")` finds it."""
 
+from lightning.pytorch.strategies import StrategyRegistry
+
+from pipepart.strategy.pipeline_strategy import PipelineStrategy
+
+__all__ = ["PipelineStrategy"]
+
+if PipelineStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(
+        PipelineStrategy.strategy_name, PipelineStrategy, description="Pipeline parallelism, everything chosen automatically"
+    )

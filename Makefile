@@ -1,0 +1,46 @@
+# One command each; all of them make the environment first if it is not there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help env train test test-fast lint types format bench clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing pipepart and what it needs into $(VENV) (once)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+env: $(STAMP) ## make the environment in .venv
+
+train: $(STAMP) ## train the default recipe on 2 stages; ARGS="strategy.schedule=gpipe" changes it
+	@$(BIN)/pipepart train $(ARGS)
+
+test: $(STAMP) ## run the whole test suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP) ## run the quick tests only
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+lint: $(STAMP) types ## check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP) ## check types only
+	@$(BIN)/mypy
+
+format: $(STAMP) ## put the code into shape
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP) ## run the benchmarks
+	@$(BIN)/python -m tools.bench $(ARGS)
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

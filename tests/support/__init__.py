@@ -1,0 +1,1 @@
+"""What tests share: real processes with a time limit, and small models."""

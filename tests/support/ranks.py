@@ -1,0 +1,144 @@
+"""Run a function on several real processes, with a time limit, and leave none behind.
+
+Starting processes that import torch and lightning takes seconds, so there is one pool per world size for the whole
+test session. Each case gets process groups of its own. A case that fails or takes too long costs the pool, which is
+killed and started again: nothing of it can reach the next case.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["RanksFailed", "run_ranks", "stop_pools"]
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised, died or did not finish in time. The message starts with the first cause."""
+
+
+class _Pool:
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "pipepart", "numpy"])
+        self.size = size
+        self.processes, self.connections = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(theirs, rank, size), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> list[Any]:
+        with tempfile.TemporaryDirectory(prefix="pipepart-ranks-") as folder:
+            for connection in self.connections:
+                connection.send((function, args, kwargs, os.path.join(folder, "store"), timeout))
+            return self._collect(time.monotonic() + timeout)
+
+    def _collect(self, deadline: float) -> list[Any]:
+        answers: dict[int, tuple[float, bool, Any]] = {}
+        by_connection = {connection: rank for rank, connection in enumerate(self.connections)}
+        while len(answers) < self.size:
+            open_ones = [c for c, rank in by_connection.items() if rank not in answers]
+            ready = wait(open_ones, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(self.size)) - set(answers))
+                for rank in missing:  # each prints its stack to stderr, which pytest shows
+                    _signal(self.processes[rank].pid, signal.SIGUSR1)
+                time.sleep(0.5)
+                self._fail(answers, f"rank(s) {missing} did not finish in time")
+            for connection in ready:
+                rank = by_connection[connection]  # type: ignore[index]
+                try:
+                    answers[rank] = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(1)
+                    answers[rank] = (time.time(), False, f"rank {rank} died, exit code {self.processes[rank].exitcode}")
+            if any(not ok for _, ok, _ in answers.values()):  # the others get a moment to end by themselves
+                deadline = min(deadline, time.monotonic() + 10.0)
+        if any(not ok for _, ok, _ in answers.values()):
+            self._fail(answers, "")
+        return [answers[rank][2] for rank in range(self.size)]
+
+    def _fail(self, answers: dict[int, tuple[float, bool, Any]], more: str) -> None:
+        self.kill()
+        errors = sorted((when, rank, text) for rank, (when, ok, text) in answers.items() if not ok)
+        parts = [f"rank {rank}:\n{text}" for _, rank, text in errors]
+        raise RanksFailed("\n".join([*parts, more] if more else parts))
+
+    def kill(self) -> None:
+        for process in self.processes:
+            _signal(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.join(5)
+        for connection in self.connections:
+            connection.close()
+        _pools.pop(self.size, None)
+
+
+def _signal(pid: int | None, number: int) -> None:
+    try:
+        if pid is not None:
+            os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """Call `function(*args, **kwargs)` on `size` ranks with torch.distributed ready (gloo); their results in order."""
+    if size not in _pools:
+        _pools[size] = _Pool(size)
+    return _pools[size].run(function, args, kwargs, timeout)
+
+
+def stop_pools() -> None:
+    for pool in list(_pools.values()):
+        pool.kill()
+
+
+atexit.register(stop_pools)
+
+
+def _worker(connection: Connection, rank: int, size: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    while True:
+        try:
+            function, args, kwargs, path, timeout = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            from datetime import timedelta
+
+            torch.manual_seed(0)
+            if size > 1:
+                store = dist.FileStore(path, size)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+            answer = (True, function(*args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        try:
+            connection.send((time.time(), *answer))
+        except Exception:
+            connection.send((time.time(), False, traceback.format_exc()))
