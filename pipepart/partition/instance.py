@@ -130,7 +130,8 @@ def make_instance(problem: Problem, graph: Quotient, chunks: int, *, require_wor
     ratio = []
     for kind in range(kinds):
         usable = allowed[kind] & (least > 0)
-        ratio.append(float((ticks[kind][usable] / least[usable]).min()) if usable.any() else 1.0)
+        fastest = float((ticks[kind][usable] / least[usable]).min()) if usable.any() else 1.0
+        ratio.append(fastest * (1 - 1e-9))
     state = np.zeros(n)
     saved = np.zeros(n)
     np.add.at(state, class_of, problem.parameter_bytes * problem.state_factor)

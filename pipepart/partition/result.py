@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from pipepart.partition.problem import Problem
 
+_EQUAL = 1e-10
+"""The search counts in whole ticks of about 2**-52 of the model: bound and bottleneck are equal up to this."""
+
 __all__ = ["ChunkCost", "Partition", "chunk_costs", "fitting_recompute", "make_partition"]
 
 
@@ -160,7 +163,6 @@ def make_partition(
     microbatches: int,
     lower_bound: float,
     method: str,
-    proved: bool = False,
     seconds: float = 0.0,
 ) -> Partition:
     """A `Partition` with all its numbers, computed from the definition (and not from what a search believed)."""
@@ -169,13 +171,15 @@ def make_partition(
     loads = tuple(cost.load(problem.overlap, kind) for cost, kind in zip(costs, recompute))
     bottleneck = max(loads)
     bound = min(lower_bound, bottleneck)
+    if bottleneck - bound <= _EQUAL * bottleneck:
+        bound = bottleneck
     return Partition(
         chunk_of=tuple(int(chunk) for chunk in chunk_of),
         loads=loads,
         bottleneck=bottleneck,
         lower_bound=bound,
         gap=(bottleneck - bound) / bound if bound > 0 else 0.0,
-        proved=proved,
+        proved=bound == bottleneck,
         method=method,
         devices=tuple(int(device) for device in devices),
         recompute=recompute,

@@ -20,9 +20,9 @@ from typing import Protocol
 import numpy as np
 
 from pipepart.partition.instance import NEVER, Ints, Position
-from pipepart.partition.route import Route
+from pipepart.partition.route import Node, Route
 
-__all__ = ["Found", "States", "best_path"]
+__all__ = ["Found", "States", "best_path", "pairs_to_try"]
 
 _BLOCK = 1 << 20
 
@@ -38,6 +38,10 @@ class States(Protocol):
 
     def loads(self, sources: Ints, targets: Ints, position: Position, limit: int) -> tuple[Ints, Ints]:
         """Load and traffic of the chunk between each source and each target; `NEVER` if above the limit or invalid."""
+        ...
+
+    def members(self, state: int) -> Ints:
+        """The classes of a state."""
         ...
 
     def cut_costs(self) -> Ints:
@@ -74,8 +78,6 @@ def best_path(
     ``None`` proves that there is none (unless windows were thinned to ``widest`` states).
     """
     work = states.work
-    total = int(work[-1])
-    slack = 1 + total * 1e-12
     fronts: list[_Front] = [_empty() for _ in route.nodes]
     fronts[0] = _Front(*(np.zeros(1, np.int64) for _ in range(4)))
     thinned = False
@@ -83,8 +85,7 @@ def best_path(
     for number, node in enumerate(route.nodes):
         if not node.before:
             continue
-        low = int(np.searchsorted(work, total - node.left * limit - slack, "left"))
-        high = int(np.searchsorted(work, node.used * limit + slack, "right"))
+        low, high = _window(work, node, limit)
         targets = np.arange(max(low, 1), high, dtype=np.int64)
         if node.left == 0:
             targets = targets[targets == last]
@@ -108,6 +109,30 @@ def best_path(
     if best is None:
         return None
     return _trace(states, route, fronts, best[1], best[2], thinned)
+
+
+def pairs_to_try(states: States, route: Route, limit: int) -> int:
+    """How many chunks the search would have to look at under a limit, at most."""
+    work = states.work
+    pairs = 0
+    for node in route.nodes:
+        low, high = _window(work, node, limit)
+        target = work[low:high]
+        for before, _ in node.before:
+            first, last = _window(work, route.nodes[before], limit)
+            source = work[first:last]
+            touched = np.searchsorted(source, target, "right") - np.searchsorted(source, target - limit, "left")
+            pairs += int(np.maximum(touched, 0).sum())
+    return pairs
+
+
+def _window(work: Ints, node: Node, limit: int) -> tuple[int, int]:
+    """The range of states with a plausible amount of work at a node."""
+    total = int(work[-1])
+    slack = 1 + total * 1e-12
+    low = int(np.searchsorted(work, total - node.left * limit - slack, "left"))
+    high = int(np.searchsorted(work, node.used * limit + slack, "right"))
+    return low, high
 
 
 def _empty() -> _Front:

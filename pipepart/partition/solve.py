@@ -1,29 +1,63 @@
-"""The partitioner: reductions, then an exact search where it can be afforded, and a bound always."""
+"""The partitioner: reductions, then an exact search where it can be afforded, and a bound always.
+
+::
+
+    problem -> classes -> reduced instance -> slices of several orders  -> a first answer
+                                           -> all downsets, if few      -> the best answer, proved
+                                           -> else moves near the first -> a better answer, with its gap
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
+
+import numpy as np
 
 from pipepart.errors import PartitionError
+from pipepart.partition.improve import improve, state_mask
 from pipepart.partition.instance import NEVER, Instance, make_instance
+from pipepart.partition.lattice import LatticeStates, all_downsets
 from pipepart.partition.linear import LinearStates
+from pipepart.partition.orders import linear_orders
 from pipepart.partition.problem import Problem
 from pipepart.partition.quotient import Quotient, quotient
+from pipepart.partition.reduce import reduce_instance
 from pipepart.partition.result import Partition, make_partition
 from pipepart.partition.route import Route, make_route
-from pipepart.partition.search import Found, States, best_path
+from pipepart.partition.search import Found, States, best_path, pairs_to_try
+from pipepart.partition.shortage import nothing_fits
 
 __all__ = ["partition"]
 
 _GROWTH = (1.01, 1.03, 1.08, 1.2, 1.5, 2.0, 4.0)
 _WIDEST = 1500
+_MOST_DOWNSETS = 60_000
+_MOST_CELLS = 60_000_000
+_MOST_PAIRS = 400_000_000
+_LARGE = 3000
+_NO_LIMIT = 1 << 40
+
+
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    states: States
+    found: Found
+    bound: int
+    """Ticks that no bottleneck can be below."""
+    method: str
+
+    @property
+    def better_key(self) -> tuple[int, int]:
+        return self.found.bottleneck, self.found.traffic
 
 
 def partition(problem: Problem, chunks: int, *, microbatches: int = 1, slack: float = 1e-3) -> Partition:
     """Cut a model into chunks with the smallest bottleneck; among (nearly) equal ones the one with less traffic.
 
-    ``slack``: by how much (relative) the bottleneck may be worse if that lowers the traffic.
+    ``slack``: by how much (relative) the bottleneck may be worse if that lowers the traffic. The answer depends on
+    nothing but the arguments: all limits on the effort are counts, none is a time.
     """
     started = time.perf_counter()
     if chunks < 1 or microbatches < 1:
@@ -35,16 +69,33 @@ def partition(problem: Problem, chunks: int, *, microbatches: int = 1, slack: fl
             f"partition: {chunks} stages were asked for, but the model can be cut into {len(graph.members)} at most"
             f"{' (some ops must stay together)' if problem.colocated else ''}: ask for {len(graph.members)} or fewer"
         )
-    instance = make_instance(problem, graph, chunks)
-    if int(instance.counts.sum()) < chunks and not problem.fewer:
-        instance = make_instance(problem, graph, chunks, require_work=False)
-    route = make_route(problem, instance, chunks, microbatches)
-    bound = work_bound(instance, route)
-    states = LinearStates(instance, range(instance.classes))
-    found = smallest(states, route, bound)
-    if found is None:
-        raise PartitionError(f"partition: no cut into {chunks} chunks fits into memory")
-    return _answer(problem, graph, states, found, bound / instance.scale, microbatches, started)
+    full = make_instance(problem, graph, chunks)
+    if int(full.counts.sum()) < chunks and not problem.fewer:
+        full = make_instance(problem, graph, chunks, require_work=False)
+    route = make_route(problem, full, chunks, microbatches, whole=True)
+    instance, merged = reduce_instance(full, memory_matters=memory_matters(full, route))
+    outcome = _search(instance, route, slack)
+    if outcome is not None and problem.placement is not None:
+        outcome = _share_memory(problem, graph, merged, instance, outcome, chunks, microbatches, slack)
+    if outcome is None:
+        raise nothing_fits(problem, graph, chunks, microbatches)
+    return make_partition(
+        problem,
+        _chunk_of(problem, graph, merged, outcome),
+        [position.device for position in outcome.found.positions],
+        microbatches=microbatches,
+        lower_bound=outcome.bound / instance.scale,
+        method=outcome.method,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def memory_matters(instance: Instance, route: Route) -> bool:
+    """Some chunk could be too large for its memory (or must recompute in any case)."""
+    if not instance.keeps:
+        return True
+    state, saved = int(instance.state.sum()), int(instance.saved.sum())
+    return any(state + position.held * saved > position.limit for position in route.positions)
 
 
 def work_bound(instance: Instance, route: Route) -> int:
@@ -54,34 +105,122 @@ def work_bound(instance: Instance, route: Route) -> int:
     return max(spread, int(instance.least.max()), 1)
 
 
-def smallest(states: States, route: Route, bound: int) -> Found | None:
-    """The best path over the states, found under growing limits so that the windows stay small."""
-    for factor in _GROWTH:
-        found = best_path(states, route, int(bound * factor) + 1, widest=_WIDEST)
+def smallest(states: States, route: Route, bound: int, upper: int = NEVER - 1) -> tuple[Found | None, int]:
+    """The best path of at most ``upper`` ticks, found under growing limits so that the windows stay small.
+
+    Also returns the smallest bottleneck that is not excluded. Over all downsets the search is exact, and ends without
+    an answer where the next limit would take too many steps.
+    """
+    possible = bound
+    limits = [int(bound * factor) + 1 for factor in _GROWTH]
+    for limit in [*(limit for limit in limits if limit < upper), upper]:
+        if states.complete and pairs_to_try(states, route, limit) > _MOST_PAIRS:
+            return None, possible
+        found = best_path(states, route, limit, widest=_NO_LIMIT if states.complete else _WIDEST)
         if found is not None:
-            return found
-    return best_path(states, route, NEVER - 1, widest=_WIDEST)
+            return found, possible
+        possible = limit + 1
+    return None, NEVER
 
 
-def _answer(
+def _search(instance: Instance, route: Route, slack: float) -> _Outcome | None:
+    """The best cut that can be found for a route, or ``None`` if there is none at all."""
+    bound = work_bound(instance, route)
+    orders = linear_orders(instance)
+    if instance.classes > _LARGE:
+        orders = orders[:3]
+    best: _Outcome | None = None
+    states: States
+    if _is_chain(instance):
+        states = LinearStates(instance, range(instance.classes), complete=True)
+        found, possible = smallest(states, route, bound)
+        if found is not None:
+            return _less_traffic(_Outcome(states, found, found.bottleneck, "exact slices of a chain"), route, slack)
+        if possible == NEVER:
+            return None
+    for name, order in orders:
+        states = LinearStates(instance, order)
+        found, _ = smallest(states, route, bound, best.found.bottleneck if best else NEVER - 1)
+        if found is not None and (best is None or found.bottleneck < best.found.bottleneck):
+            best = _Outcome(states, found, bound, f"slices ({name})")
+    cells = instance.classes + 2 * len(instance.pins) + 1
+    downsets = all_downsets(instance, min(_MOST_DOWNSETS, _MOST_CELLS // cells))
+    if downsets is not None:
+        lattice = LatticeStates(instance, downsets, complete=True)
+        exact, possible = smallest(lattice, route, bound, best.found.bottleneck if best else NEVER - 1)
+        if exact is not None:
+            best = _Outcome(lattice, exact, exact.bottleneck, f"exact over {len(downsets)} downsets")
+            return _less_traffic(best, route, slack)
+        assert best is None or possible < NEVER, "slices are paths over downsets"
+        bound = max(bound, possible)
+    if best is None:
+        return None
+    if best.found.bottleneck > bound:
+        cuts = [state_mask(best.states.members(state)) for state in best.found.path]
+        states, found = improve(instance, route, best.found, cuts, [order for _, order in orders])
+        if (found.bottleneck, found.traffic) < best.better_key:
+            best = _Outcome(states, found, bound, f"{best.method}, improved")
+    best = _Outcome(best.states, best.found, bound, best.method)
+    return _less_traffic(best, route, slack)
+
+
+def _is_chain(instance: Instance) -> bool:
+    """There is only one topological order: every class feeds the next one (and maybe later ones)."""
+    return all(c + 1 in after for c, after in enumerate(instance.successors[:-1]))
+
+
+def _less_traffic(outcome: _Outcome, route: Route, slack: float) -> _Outcome:
+    """The same bottleneck, or one within the slack, with less traffic over the same states."""
+    widest = _NO_LIMIT if outcome.states.complete else _WIDEST
+    best = outcome.found
+    for share in (0.0, slack):
+        limit = int(outcome.found.bottleneck * (1 + share))
+        found = best_path(outcome.states, route, limit, least_traffic=True, widest=widest)
+        # A worse bottleneck must be worth it: at least a twentieth of the traffic.
+        if found is not None and found.traffic < best.traffic * (1 - (0.05 if share else 0.0)):
+            best = found
+    return _Outcome(outcome.states, best, outcome.bound, outcome.method)
+
+
+def _share_memory(
     problem: Problem,
     graph: Quotient,
-    states: LinearStates,
-    found: Found,
-    bound: float,
+    merged: Quotient,
+    instance: Instance,
+    outcome: _Outcome,
+    chunks: int,
     microbatches: int,
-    started: float,
-) -> Partition:
-    chunk_of_class = [0] * len(graph.members)
-    for chunk, (source, target) in enumerate(zip(found.path, found.path[1:])):
-        for member in states.order[source:target]:
-            chunk_of_class[member] = chunk
-    return make_partition(
-        problem,
-        [chunk_of_class[graph.class_of[op]] for op in range(problem.ops)],
-        [position.device for position in found.positions],
-        microbatches=microbatches,
-        lower_bound=bound,
-        method="slices of the program order",
-        seconds=time.perf_counter() - started,
-    )
+    slack: float,
+) -> _Outcome | None:
+    """Several chunks of a stage share its memory: if the free answer is too large, give each an equal part."""
+    if _stages_fit(problem, _trial(problem, graph, merged, outcome, microbatches)):
+        return outcome
+    route = make_route(problem, instance, chunks, microbatches)
+    shared = _search(instance, route, slack)
+    if shared is None:
+        return None
+    return _Outcome(shared.states, shared.found, outcome.bound, shared.method + ", equal parts of the memory")
+
+
+def _trial(problem: Problem, graph: Quotient, merged: Quotient, outcome: _Outcome, microbatches: int) -> Partition:
+    devices = [position.device for position in outcome.found.positions]
+    chunk_of = _chunk_of(problem, graph, merged, outcome)
+    return make_partition(problem, chunk_of, devices, microbatches=microbatches, lower_bound=0.0, method="")
+
+
+def _stages_fit(problem: Problem, answer: Partition) -> bool:
+    assert problem.placement is not None
+    held: dict[int, float] = {}
+    for chunk, size in enumerate(answer.memory):
+        held[problem.placement[chunk]] = held.get(problem.placement[chunk], 0.0) + size
+    room = {s: problem.devices[answer.devices[c]].memory for c, s in enumerate(problem.placement)}
+    return all(size <= room[stage] - problem.reserved_bytes for stage, size in held.items())
+
+
+def _chunk_of(problem: Problem, graph: Quotient, merged: Quotient, outcome: _Outcome) -> list[int]:
+    """Op -> chunk, from the path of states."""
+    chunk_of = np.zeros(len(merged.members), dtype=np.int64)
+    for state in outcome.found.path[1:-1]:
+        chunk_of += 1
+        chunk_of[outcome.states.members(state)] -= 1
+    return [int(chunk_of[merged.class_of[graph.class_of[op]]]) for op in range(problem.ops)]

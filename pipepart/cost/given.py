@@ -1,0 +1,271 @@
+"""Costs that come from files: our own JSON, and the two published formats of profiled graphs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipepart.cost.costs import OpCosts
+from pipepart.errors import PlanError
+
+__all__ = [
+    "GivenDevice",
+    "GivenGraph",
+    "GivenTensor",
+    "given_costs",
+    "read_costs",
+    "read_graph",
+    "read_operator_json",
+    "read_profile_txt",
+    "write_costs",
+]
+
+_VERSION = 1
+_NODE = re.compile(r"^(?P<name>\S+) -- (?P<text>.*) -- (?P<fields>forward_compute_time=.*)$")
+_MILLISECOND = 1e-3
+
+
+@dataclass(frozen=True)
+class GivenTensor:
+    """A tensor between ops: its bytes (or its cost, where a file gives the cost itself)."""
+
+    ops: tuple[int, ...]
+    size: float
+
+
+@dataclass(frozen=True)
+class GivenDevice:
+    """A kind of device with its own time per op; infinite where it cannot run the op."""
+
+    name: str
+    count: int
+    memory: float
+    seconds: tuple[float, ...]
+    communicates: bool
+
+
+@dataclass(frozen=True)
+class GivenGraph:
+    """A whole graph from a file, with its ops in a topological order."""
+
+    costs: OpCosts
+    edges: tuple[tuple[int, int], ...]
+    colocated: tuple[tuple[int, ...], ...] = ()
+    tensors: tuple[GivenTensor, ...] | None = None
+    """Traffic in seconds per chunk that shares the tensor, where the file gives it; else by output bytes."""
+    devices: tuple[GivenDevice, ...] = ()
+
+
+def given_costs(path: str | Path, names: Sequence[str]) -> OpCosts:
+    """Costs from our own file for the ops of a graph, in the graph's order; every op must be there."""
+    costs = read_costs(path)
+    index = {name: i for i, name in enumerate(costs.names)}
+    missing = [name for name in names if name not in index]
+    if missing:
+        raise PlanError(
+            f"costs: {path} has no entry for op {missing[0]!r} ({len(missing)} of {len(names)} ops are missing): "
+            "write the file again for this model, or use cost='profile' or cost='analytic'"
+        )
+    chosen = [index[name] for name in names]
+    return OpCosts(
+        names=tuple(names),
+        source=str(path),
+        **{field: tuple(getattr(costs, field)[i] for i in chosen) for field in _FIELDS},
+    )
+
+
+_FIELDS = ("forward", "backward_input", "backward_weight", "parameter_bytes", "saved_bytes", "output_bytes")
+
+
+def read_costs(path: str | Path) -> OpCosts:
+    """Read what `write_costs` wrote."""
+    data = _load(path)
+    if data.get("version") != _VERSION:
+        raise PlanError(f"costs: {path} has version {data.get('version')!r}; expected {_VERSION}")
+    missing = [field for field in ("names", *_FIELDS) if not isinstance(data.get(field), list)]
+    if missing:
+        raise PlanError(f"costs: {path} has no list {missing[0]!r}; expected one entry per op")
+    return OpCosts(
+        names=tuple(map(str, data["names"])),
+        source=str(data.get("source", path)),
+        **{field: tuple(data[field]) for field in _FIELDS},
+    )
+
+
+def write_costs(path: str | Path, costs: OpCosts) -> None:
+    """Write costs as JSON, one list per field."""
+    Path(path).write_text(json.dumps({"version": _VERSION, **asdict(costs)}, indent=1) + "\n")
+
+
+def read_graph(path: str | Path) -> GivenGraph:
+    """A published graph, by the ending of its name: ``.txt`` (layer profiles) or ``.json`` (operator graphs)."""
+    if Path(path).suffix == ".txt":
+        return read_profile_txt(path)
+    if Path(path).suffix == ".json":
+        return read_operator_json(path)
+    raise PlanError(f"costs: cannot tell the format of {path}; expected a name that ends in .txt or .json")
+
+
+def read_profile_txt(path: str | Path) -> GivenGraph:
+    """A layer profile: lines ``name -- text -- forward_compute_time=ms, ...``, then edges that start with a tab."""
+    nodes: dict[str, dict[str, float]] = {}
+    edges: list[tuple[str, str]] = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        if line.startswith("\t"):
+            source, found, target = line.strip().partition(" -- ")
+            if not found:
+                raise PlanError(f"costs: {path}:{number}: expected 'source -- target', got {line.strip()!r}")
+            edges.append((source, target))
+        elif line.strip():
+            match = _NODE.match(line)
+            if match is None:
+                raise PlanError(f"costs: {path}:{number}: expected 'name -- text -- fields', got {line[:80]!r}")
+            nodes[match["name"]] = _fields(match["fields"])
+            if match["text"].startswith("Input"):  # the batch: its time is that of the data loader
+                nodes[match["name"]]["forward_compute_time"] = 0.0
+    unknown = [name for edge in edges for name in edge if name not in nodes]
+    if unknown:
+        raise PlanError(f"costs: {path}: an edge names {unknown[0]!r}, which is no node of the file")
+    order = _topological(list(nodes), edges, str(path))
+    number_of = {name: i for i, name in enumerate(order)}
+    rows = [nodes[name] for name in order]
+    return GivenGraph(
+        costs=OpCosts(
+            names=tuple(order),
+            forward=tuple(row["forward_compute_time"] * _MILLISECOND for row in rows),
+            backward_input=tuple(row["backward_compute_time"] * _MILLISECOND for row in rows),
+            backward_weight=(0.0,) * len(rows),
+            parameter_bytes=tuple(int(row["parameter_size"]) for row in rows),
+            saved_bytes=tuple(int(row["activation_size"]) for row in rows),
+            output_bytes=tuple(int(row["activation_size"]) for row in rows),
+            source=Path(path).name,
+        ),
+        edges=tuple(sorted((number_of[a], number_of[b]) for a, b in set(edges))),
+    )
+
+
+def read_operator_json(path: str | Path) -> GivenGraph:
+    """An operator graph with two kinds of devices, colour classes, and a cost per tensor.
+
+    Times and costs have no unit in these files; they are kept as they are (as seconds). The order of the chunks is the
+    order of the forward: a backward op goes with its forward op, and the edges between backward ops are traffic only.
+    Where a backward op has no forward op beside it, its edges to other backward ops are kept, turned round.
+    """
+    data = _load(path)
+    try:
+        nodes: dict[int, Mapping[str, Any]] = {node["id"]: node for node in data["nodes"]}
+        costs = {edge["sourceId"]: float(edge["cost"]) for edge in data["edges"]}
+        links = [(int(edge["sourceId"]), int(edge["destId"])) for edge in data["edges"]]
+        memory = float(data["maxSizePerFPGA"])
+        counts = int(data["maxFPGAs"]), int(data["maxCPUs"])
+        back = {name: bool(node["isBackwardNode"]) for name, node in nodes.items()}
+        fast = {n: float(x["fpgaLatency"]) if x["supportedOnFpga"] else math.inf for n, x in nodes.items()}
+        slow = {n: float(x["cpuLatency"]) for n, x in nodes.items()}
+        size = {n: int(x["size"]) for n, x in nodes.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"costs: {path} is no operator graph: {type(error).__name__} {error}") from error
+    order, edges, groups = _forward_order(nodes, links, back, str(path))
+    number_of = {name: i for i, name in enumerate(order)}
+    users: dict[int, list[int]] = {}
+    for a, b in links:
+        users.setdefault(a, []).append(b)
+    tensors = tuple(
+        GivenTensor(tuple(sorted({number_of[name] for name in (a, *users[a])})), costs[a])
+        for a in sorted(users, key=number_of.__getitem__)
+        if costs[a] > 0
+    )
+    seconds = [fast[name] if math.isfinite(fast[name]) else slow[name] for name in order]
+    return GivenGraph(
+        costs=OpCosts(
+            names=tuple(str(nodes[name]["name"]) if "name" in nodes[name] else str(name) for name in order),
+            forward=tuple(0.0 if back[name] else t for name, t in zip(order, seconds)),
+            backward_input=tuple(t if back[name] else 0.0 for name, t in zip(order, seconds)),
+            backward_weight=(0.0,) * len(order),
+            parameter_bytes=tuple(size[name] for name in order),
+            saved_bytes=(0,) * len(order),
+            output_bytes=(0,) * len(order),
+            source=Path(path).name,
+        ),
+        edges=tuple(sorted({(number_of[a], number_of[b]) for a, b in edges})),
+        colocated=tuple(tuple(sorted(number_of[name] for name in group)) for group in groups),
+        tensors=tensors,
+        devices=(
+            GivenDevice("accelerator", counts[0], memory, tuple(fast[name] for name in order), True),
+            GivenDevice("host", counts[1], math.inf, tuple(slow[name] for name in order), False),
+        ),
+    )
+
+
+def _forward_order(
+    nodes: Mapping[int, Mapping[str, Any]], links: Sequence[tuple[int, int]], back: Mapping[int, bool], where: str
+) -> tuple[list[int], list[tuple[int, int]], list[list[int]]]:
+    """Order, edges and groups of a graph in which the backward ops follow the order of their forward ops."""
+    groups: dict[Any, list[int]] = {}
+    for name, node in nodes.items():
+        if node.get("colorClass") is not None:
+            groups.setdefault(node["colorClass"], []).append(name)
+    paired = {name for group in groups.values() if not all(back[name] for name in group) for name in group}
+    edges = []
+    for a, b in links:
+        if not back[a] and not back[b]:
+            edges.append((a, b))
+        elif back[a] and back[b] and not (a in paired and b in paired):
+            edges.append((b, a))
+    order = _topological(sorted(nodes), edges, where)
+    return order, edges, [group for group in groups.values() if len(group) > 1]
+
+
+def _topological(names: Sequence[Any], edges: Sequence[tuple[Any, Any]], where: str) -> list[Any]:
+    """The given order, moved as little as a topological order asks for."""
+    import heapq
+
+    rank = {name: i for i, name in enumerate(names)}
+    after: dict[Any, set[Any]] = {name: set() for name in names}
+    waiting = dict.fromkeys(names, 0)
+    for a, b in set(edges):
+        after[a].add(b)
+        waiting[b] += 1
+    ready = [rank[name] for name in names if not waiting[name]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        name = names[heapq.heappop(ready)]
+        order.append(name)
+        for other in after[name]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                heapq.heappush(ready, rank[other])
+    if len(order) < len(names):
+        raise PlanError(f"costs: the graph in {where} has a cycle; expected a DAG")
+    return order
+
+
+def _fields(text: str) -> dict[str, float]:
+    """``a=1.0, b=[2.0; 3.0]`` -> numbers, where a list counts as its sum."""
+    values = {}
+    for part in text.split(", "):
+        key, _, value = part.partition("=")
+        values[key.strip()] = math.fsum(float(piece) for piece in value.strip("[] ").split(";"))
+    return values
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise PlanError(f"costs: cannot read {path}: {error.strerror}") from error
+
+
+def _load(path: str | Path) -> dict[str, Any]:
+    try:
+        data = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise PlanError(f"costs: {path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise PlanError(f"costs: {path} holds a {type(data).__name__}; expected an object")
+    return data

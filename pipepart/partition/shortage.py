@@ -1,0 +1,113 @@
+"""If nothing fits: by how much, on which stage, and what would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from pipepart.errors import PartitionError
+from pipepart.partition.instance import NEVER, Instance, Ints, Position, make_instance
+from pipepart.partition.linear import LinearStates
+from pipepart.partition.problem import Problem
+from pipepart.partition.quotient import Quotient
+from pipepart.partition.route import make_route
+from pipepart.partition.search import best_path
+
+__all__ = ["nothing_fits"]
+
+_SHIFT = 1 << 55
+_WIDEST = 600
+
+
+class _BytesOver(LinearStates):
+    """Slices of an order whose load is how many bytes they are over the limit (shifted, so that less is possible)."""
+
+    def __init__(self, instance: Instance) -> None:
+        super().__init__(instance, range(instance.classes))
+        self.work = np.zeros(instance.classes + 1, dtype=np.int64)
+
+    def loads(self, sources: Ints, targets: Ints, position: Position, limit: int) -> tuple[Ints, Ints]:
+        instance, sums = self.instance, self.prefixes
+        state = sums.state[targets][None, :] - sums.state[sources][:, None]
+        saved = sums.saved[targets][None, :] - sums.saved[sources][:, None]
+        needed = state + position.held * saved
+        if instance.recomputes and position.held:
+            again = state + saved + position.held * self._received(sources, targets, instance.received)
+            needed = np.minimum(needed, again) if instance.keeps else again
+        over = np.maximum(needed - min(position.limit, _SHIFT) + _SHIFT, 0)
+        valid = sums.counts[targets][None, :] > sums.counts[sources][:, None]
+        return np.where(valid, over, NEVER), np.zeros_like(over)
+
+
+def nothing_fits(problem: Problem, graph: Quotient, chunks: int, microbatches: int) -> PartitionError:
+    """The error for a problem without any cut that fits into memory."""
+    least = _least_over(problem, graph, chunks, microbatches)
+    if least is None or least[0] <= 0:
+        # Memory is not what stands in the way: devices that cannot run some ops, or forced cuts.
+        return PartitionError(
+            f"partition: no cut into {chunks} chunks is possible on these devices: some ops cannot run where they "
+            "would have to, or several chunks of a stage together do not fit; give other devices, fewer forced "
+            "cuts, or more memory"
+        )
+    over, chunk, device = least
+    room = problem.devices[device].memory - problem.reserved_bytes
+    advice = _advice(problem, graph, chunks, microbatches)
+    return PartitionError(
+        f"partition: no cut into {chunks} chunks fits into memory: at best chunk {chunk} on "
+        f"{problem.devices[device].name!r} needs {_size(room + over)}, "
+        f"{_size(over)} more than its {_size(room)}; {advice}"
+    )
+
+
+def _advice(problem: Problem, graph: Quotient, chunks: int, microbatches: int) -> str:
+    """Which of recomputation, smaller micro-batches and more stages would fit (each is tried on the program order)."""
+    options = []
+    if "full" not in problem.recompute:
+        full = dataclasses.replace(problem, recompute=(*problem.recompute, "full"))
+        if _fits(full, graph, chunks, microbatches):
+            options.append("recompute='full'")
+    for part in (2, 4, 8, 16, 32):
+        smaller = dataclasses.replace(
+            problem, saved_bytes=problem.saved_bytes / part, output_bytes=problem.output_bytes / part
+        )
+        if _fits(smaller, graph, chunks, microbatches):
+            options.append(f"micro-batches of 1/{part} of the size")
+            break
+    same = len(problem.devices) == 1 and len(problem.links) == 1 and problem.placement is None
+    if same and isinstance(problem.in_flight, str) and not problem.split_at:
+        for more in sorted({chunks + 1, chunks + 2, chunks + chunks // 2, 2 * chunks, 4 * chunks, 8 * chunks}):
+            if chunks < more <= len(graph.members) and _fits(problem, graph, more, microbatches):
+                options.append(f"{more} stages")
+                break
+    if options:
+        return "this would fit: " + ", or ".join(options)
+    return (
+        "neither recomputation, nor micro-batches of 1/32 of the size, nor 8 times the stages would fit alone: "
+        "use devices with more memory, or combine them"
+    )
+
+
+def _fits(problem: Problem, graph: Quotient, chunks: int, microbatches: int) -> bool:
+    least = _least_over(problem, graph, chunks, microbatches)
+    return least is not None and least[0] <= 0
+
+
+def _least_over(problem: Problem, graph: Quotient, chunks: int, microbatches: int) -> tuple[int, int, int] | None:
+    """Bytes over the limit, chunk and device, for the slices that are least over it."""
+    instance = make_instance(problem, graph, chunks, require_work=False)
+    route = make_route(problem, instance, chunks, microbatches)
+    states = _BytesOver(instance)
+    found = best_path(states, route, NEVER - 1, widest=_WIDEST)
+    if found is None:
+        return None
+    loads = [
+        int(states.loads(np.array([a]), np.array([b]), position, NEVER)[0][0, 0])
+        for a, b, position in zip(found.path, found.path[1:], found.positions)
+    ]
+    worst = max(range(len(loads)), key=loads.__getitem__)
+    return loads[worst] - _SHIFT, worst, found.positions[worst].device
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB" if size >= 1e5 else f"{size:.0f} bytes"
