@@ -29,49 +29,46 @@ def _key(action: Action) -> Key:
 
 def check_messages(name: str, program: Program, placement: Sequence[int], edges: Edges) -> None:
     """Every edge between stages has its message for every micro-batch, sent after it is made, received before use."""
-    position: dict[tuple[str, int, int], int] = {}
-    ends: dict[tuple[str, Key], tuple[int, int]] = {}
+    computed: dict[tuple[str, int], dict[int, int]] = {(w, c): {} for w in "FBW" for c in range(len(placement))}
+    ends: dict[tuple[str, str, int, int], dict[int, int]] = {}
+    for way, pairs in (("F", edges.forward), ("B", edges.backward)):
+        for source, target in sorted(pairs):
+            if placement[source] != placement[target]:
+                here, there = (source, target) if way == "F" else (target, source)
+                ends["SEND", way, here, there] = {}
+                ends["RECV", way, here, there] = {}
     for stage, actions in enumerate(program):
         for at, action in enumerate(actions):
-            if action.kind in COMPUTE:
-                position["B" if action.kind == "I" else action.kind, action.chunk, action.microbatch] = at
-            elif action.kind in ("SEND", "RECV"):
-                if (action.kind, _key(action)) in ends:
-                    raise ScheduleError(f"{name}: stage {stage} has {action} twice")
-                if placement[action.chunk] != stage:
-                    raise ScheduleError(
-                        f"{name}: stage {stage} has {action}, but chunk {action.chunk} is on stage "
-                        f"{placement[action.chunk]}"
-                    )
-                ends[action.kind, _key(action)] = stage, at
-    receivers: dict[tuple[str, int], list[int]] = {}
-    for source, target in sorted(edges.forward):
-        if placement[source] != placement[target]:
-            receivers.setdefault(("F", source), []).append(target)
-    for source, target in sorted(edges.backward):
-        if placement[source] != placement[target]:
-            receivers.setdefault(("B", target), []).append(source)
-    wanted: dict[Key, None] = {}
-    for kind, chunk, k in position:
-        for other in receivers.get((kind, chunk), ()):
-            wanted[kind, chunk, other, k] = None
-    for key in wanted:
-        message = Message(*key)
-        here, there = placement[message.source], placement[message.target]
-        if ("SEND", key) not in ends:
-            raise ScheduleError(f"{name}: message missing: stage {here} never does {message.send} (to stage {there})")
-        if ("RECV", key) not in ends:
-            raise ScheduleError(f"{name}: message missing: stage {there} never does {message.recv} (from stage {here})")
-        made = position[message.payload, message.source, message.microbatch]
-        if ends["SEND", key][1] < made:
-            raise ScheduleError(f"{name}: stage {here} does {message.send} before {program[here][made]} has made it")
-        used = position.get((message.payload, message.target, message.microbatch))
-        if used is not None and ends["RECV", key][1] > used:
-            raise ScheduleError(f"{name}: stage {there} does {program[there][used]} before {message.recv}")
-    for (kind, key), (stage, _) in ends.items():
-        if key not in wanted:
-            action = Message(*key).send if kind == "SEND" else Message(*key).recv
-            raise ScheduleError(f"{name}: stage {stage} does {action}, but no edge asks for this message")
+            kind = action.kind
+            if kind == "SEND" or kind == "RECV":
+                payload, source, target, k = _key(action)
+                found = ends.get((kind, payload, source, target))
+                if found is None or placement[action.chunk] != stage:
+                    raise ScheduleError(f"{name}: stage {stage} does {action}, but no edge asks for this message here")
+                if k in found:
+                    raise ScheduleError(f"{name}: stage {stage} does {action} twice")
+                found[k] = at
+            elif kind in COMPUTE:
+                computed["B" if kind == "I" else kind, action.chunk][action.microbatch] = at
+    for kind, way, source, target in ends:
+        if kind == "RECV":
+            continue
+        sent, received = ends["SEND", way, source, target], ends["RECV", way, source, target]
+        here, there, used = placement[source], placement[target], computed[way, target]
+        for k, at in computed[way, source].items():
+            message = Message(way, source, target, k)
+            if k not in sent:
+                raise ScheduleError(
+                    f"{name}: message missing: stage {here} never does {message.send} (to stage {there})"
+                )
+            if k not in received:
+                raise ScheduleError(
+                    f"{name}: message missing: stage {there} never does {message.recv} (from stage {here})"
+                )
+            if sent[k] < at:
+                raise ScheduleError(f"{name}: stage {here} does {message.send} before {program[here][at]} has made it")
+            if k in used and received[k] > used[k]:
+                raise ScheduleError(f"{name}: stage {there} does {program[there][used[k]]} before {message.recv}")
 
 
 def _stuck(name: str, how: str, program: Program, cursor: Sequence[int], waits: Mapping[int, str]) -> str:

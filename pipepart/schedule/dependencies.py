@@ -3,30 +3,64 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipepart.errors import ScheduleError
-from pipepart.schedule.actions import Action, Edges, Schedule
+from pipepart.schedule.actions import COMPUTE, Action, Edges, Schedule
 
-__all__ = ["ActionGraph"]
-
-Key = tuple[str, int, int]
+__all__ = ["ActionGraph", "Numbered"]
 
 
-def _needs(action: Action, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[Key]:
-    """The actions whose results an action uses; ``B`` stands for whichever of ``B`` and ``I`` there is."""
-    chunk, k = action.chunk, action.microbatch
-    if action.kind == "F":
-        return [("F", source, k) for source in sources[chunk]]
-    if action.kind == "W":
-        return [("I", chunk, k)]
-    return [("F", chunk, k), *(("B", target, k) for target in targets[chunk])]
+@dataclass(frozen=True)
+class Numbered:
+    """The compute actions of all stages, numbered stage by stage in their order."""
+
+    actions: tuple[Action, ...]
+    stage: tuple[int, ...]
+    first: tuple[int, ...]
+    """Number of the first action of each stage, and at the end the number of all actions."""
+    number: Mapping[str, Sequence[int]]
+    """Per kind a flat table over (chunk, micro-batch): the number of that action, -1 where there is none. ``back``
+    holds whichever of ``B`` and ``I`` there is."""
+
+    @staticmethod
+    def of(schedule: Schedule) -> Numbered:
+        """Number the actions of a schedule; an error for one that is no compute action, misplaced, or there twice."""
+        chunks, microbatches, placement = schedule.chunks, schedule.microbatches, schedule.placement
+        number = {kind: [-1] * (chunks * microbatches) for kind in (*COMPUTE, "back")}
+        back = number["back"]
+        actions: list[Action] = []
+        stage_of: list[int] = []
+        first = [0]
+        for stage, mine in enumerate(schedule.actions):
+            for n, action in enumerate(mine, len(actions)):
+                kind, chunk, k = action.kind, action.chunk, action.microbatch
+                if kind not in COMPUTE or not 0 <= chunk < chunks or not 0 <= k < microbatches:
+                    raise ScheduleError(
+                        f"{schedule.name}: stage {stage} has {action}; expected F, B, I or W of chunks 0..{chunks - 1} "
+                        f"and micro-batches 0..{microbatches - 1}"
+                    )
+                if placement[chunk] != stage:
+                    raise ScheduleError(
+                        f"{schedule.name}: stage {stage} has {action}, but chunk {chunk} is on stage "
+                        f"{placement[chunk]}; move the action there"
+                    )
+                at = chunk * microbatches + k
+                if number[kind][at] >= 0:
+                    raise ScheduleError(f"{schedule.name}: stage {stage} does {action} twice")
+                number[kind][at] = n
+                if kind == "B" or kind == "I":
+                    back[at] = n
+            actions += mine
+            stage_of += [stage] * len(mine)
+            first.append(len(actions))
+        return Numbered(tuple(actions), tuple(stage_of), tuple(first), number)
 
 
 @dataclass(frozen=True)
 class ActionGraph:
-    """The compute actions of all stages, numbered stage by stage in their order, with what each of them needs.
+    """The numbered compute actions of all stages, with what each of them needs.
 
     ``needs[n]`` are the numbers of the actions whose results action ``n`` uses; ``users[n]`` the reverse.
     """
@@ -41,48 +75,42 @@ class ActionGraph:
     users: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(schedule: Schedule, edges: Edges) -> ActionGraph:
-        actions: list[Action] = []
-        stage_of: list[int] = []
-        first = [0]
-        number: dict[Key, int] = {}
-        for stage, mine in enumerate(schedule.actions):
-            for action in mine:
-                key = (action.kind, action.chunk, action.microbatch)
-                if key in number:
-                    other = stage_of[number[key]]
-                    raise ScheduleError(f"{schedule.name}: {action} is done twice, on stage {other} and stage {stage}")
-                number[key] = len(actions)
-                if action.kind == "I":
-                    number.setdefault(("B", action.chunk, action.microbatch), len(actions))
-                actions.append(action)
-                stage_of.append(stage)
-            first.append(len(actions))
-        sources: list[list[int]] = [[] for _ in range(schedule.chunks)]
-        targets: list[list[int]] = [[] for _ in range(schedule.chunks)]
+    def of(schedule: Schedule, edges: Edges, numbered: Numbered | None = None) -> ActionGraph:
+        """The graph of a schedule; an error if something that is needed is in no list."""
+        numbered = Numbered.of(schedule) if numbered is None else numbered
+        actions, number = numbered.actions, numbered.number
+        chunks, microbatches = schedule.chunks, schedule.microbatches
+        sources: list[list[int]] = [[] for _ in range(chunks)]
+        targets: list[list[int]] = [[] for _ in range(chunks)]
         for source, target in sorted(edges.forward):
             sources[target].append(source)
         for source, target in sorted(edges.backward):
             targets[source].append(target)
+        ahead, back, inputs = number["F"], number["back"], number["I"]
         needs: list[tuple[int, ...]] = []
         users: list[list[int]] = [[] for _ in actions]
         for n, action in enumerate(actions):
-            found = []
-            for key in _needs(action, sources, targets):
-                if key not in number:
-                    need = Action(*key)
-                    raise ScheduleError(
-                        f"{schedule.name}: {action} on stage {stage_of[n]} needs {need}, which is in no stage's list; "
-                        f"add it to the list of stage {schedule.placement[need.chunk]}"
-                    )
-                found.append(number[key])
-                users[number[key]].append(n)
-            needs.append(tuple(found))
-        for n, mates in enumerate(users):  # nearest first: the order in which messages leave
-            here = actions[n].chunk
-            mates.sort(key=lambda user, here=here: (abs(actions[user].chunk - here), user))  # type: ignore[misc]
+            kind, chunk, k = action.kind, action.chunk, action.microbatch
+            if kind == "F":
+                found = tuple([ahead[source * microbatches + k] for source in sources[chunk]])
+            elif kind == "W":
+                found = (inputs[chunk * microbatches + k],)
+            else:
+                found = (
+                    ahead[chunk * microbatches + k],
+                    *[back[target * microbatches + k] for target in targets[chunk]],
+                )
+            for need in found:
+                if need < 0:
+                    raise ScheduleError(_what_is_missing(schedule, action, number, sources, targets))
+                users[need].append(n)
+            needs.append(found)
+        if any(len(others) > 1 for others in (*sources, *targets)):
+            for n, mates in enumerate(users):  # nearest first: the order in which messages leave
+                here = actions[n].chunk
+                mates.sort(key=lambda user, here=here: (abs(actions[user].chunk - here), user))  # type: ignore[misc]
         return ActionGraph(
-            schedule, edges, tuple(actions), tuple(stage_of), tuple(first), tuple(needs), tuple(map(tuple, users))
+            schedule, edges, actions, numbered.stage, numbered.first, tuple(needs), tuple(map(tuple, users))
         )
 
     def linear_order(self) -> list[int]:
@@ -119,3 +147,26 @@ class ActionGraph:
                 where = "the same stage, later" if self.stage[need] == stage else f"stage {self.stage[need]}"
                 lines.append(f"  stage {stage}: {self.actions[stuck]} waits for {self.actions[need]} ({where})")
         return "\n".join(lines)
+
+
+def _what_is_missing(
+    schedule: Schedule,
+    action: Action,
+    number: Mapping[str, Sequence[int]],
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+) -> str:
+    """The message about an action whose need is in no stage's list."""
+    chunk, k = action.chunk, action.microbatch
+    if action.kind == "F":
+        needs = [("F", source) for source in sources[chunk]]
+    elif action.kind == "W":
+        needs = [("I", chunk)]
+    else:
+        needs = [("F", chunk), *(("back", target) for target in targets[chunk])]
+    kind, at = next((kind, c) for kind, c in needs if number[kind][c * schedule.microbatches + k] < 0)
+    lacking = Action("B" if kind == "back" else kind, at, k)
+    return (
+        f"{schedule.name}: {action} on stage {schedule.placement[chunk]} needs {lacking}, which is in no stage's list; "
+        f"add it to the list of stage {schedule.placement[lacking.chunk]}"
+    )

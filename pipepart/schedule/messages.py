@@ -3,41 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pipepart.schedule.actions import Action, Edges, Message, Schedule
 from pipepart.schedule.dependencies import ActionGraph
 
-__all__ = ["Program", "channels", "pair_order", "pairs_of", "program"]
+__all__ = ["Lowered", "Program", "channels", "lower", "pair_order", "pairs_of", "program"]
 
 Pair = tuple[int, int]
 Program = tuple[tuple[Action, ...], ...]
 
 
-def _edges(
-    schedule: Schedule, forward_edges: Iterable[Pair] | None, backward_edges: Iterable[Pair] | None
-) -> tuple[Edges, dict[int, list[int]], dict[int, list[int]]]:
-    """Checked edges, and per chunk the receivers on other stages of its activations and of its gradients."""
-    edges = Edges.of(schedule.chunks, forward_edges, backward_edges)
+@dataclass(frozen=True)
+class Lowered:
+    """A schedule with its messages, from one run through it."""
+
+    program: Program
+    channels: Mapping[Pair, tuple[Message, ...]]
+    pair_order: Mapping[Pair, tuple[Message, ...]]
+
+
+def _receivers(schedule: Schedule, edges: Edges) -> dict[str, list[list[int]]]:
+    """Per payload and chunk: the chunks on other stages that its result goes to, nearest first."""
     home = schedule.placement
-    ahead: dict[int, list[int]] = {}
-    back: dict[int, list[int]] = {}
+    ahead: list[list[int]] = [[] for _ in home]
+    back: list[list[int]] = [[] for _ in home]
     for source, target in sorted(edges.forward):
         if home[source] != home[target]:
-            ahead.setdefault(source, []).append(target)
+            ahead[source].append(target)
     for source, target in sorted(edges.backward, reverse=True):
         if home[source] != home[target]:
-            back.setdefault(target, []).append(source)
-    return edges, ahead, back
+            back[target].append(source)
+    return {"F": ahead, "B": back, "I": back}
 
 
-def _emitted(action: Action, ahead: dict[int, list[int]], back: dict[int, list[int]]) -> list[Message]:
-    """The messages that leave when an action has finished: to the nearest chunk first."""
-    chunk, k = action.chunk, action.microbatch
-    if action.kind == "F":
-        return [Message("F", chunk, target, k) for target in ahead.get(chunk, ())]
-    if action.kind in ("B", "I"):
-        return [Message("B", chunk, source, k) for source in back.get(chunk, ())]
-    return []
+def lower(graph: ActionGraph) -> Lowered:
+    """Messages for the schedule of a graph, all in the order of one run through it (see `program`)."""
+    placement = graph.schedule.placement
+    receivers = _receivers(graph.schedule, graph.edges)
+    lists: list[list[Action]] = [[] for _ in range(graph.schedule.stages)]
+    one_way: dict[Pair, list[Message]] = {}
+    both_ways: dict[Pair, list[Message]] = {}
+    for n in graph.linear_order():
+        action, here = graph.actions[n], graph.stage[n]
+        lists[here].append(action)
+        if action.kind == "W":
+            continue
+        payload = "F" if action.kind == "F" else "B"
+        for target in receivers[action.kind][action.chunk]:
+            message = Message(payload, action.chunk, target, action.microbatch)
+            there = placement[target]
+            lists[here].append(message.send)
+            lists[there].append(message.recv)
+            one_way.setdefault((here, there), []).append(message)
+            both_ways.setdefault((min(here, there), max(here, there)), []).append(message)
+    return Lowered(
+        tuple(map(tuple, lists)),
+        {pair: tuple(one_way[pair]) for pair in sorted(one_way)},
+        {pair: tuple(both_ways[pair]) for pair in sorted(both_ways)},
+    )
+
+
+def _lowered(
+    schedule: Schedule, forward_edges: Iterable[Pair] | None, backward_edges: Iterable[Pair] | None
+) -> Lowered:
+    if schedule.forward_only:
+        backward_edges = ()
+    return lower(ActionGraph.of(schedule, Edges.of(schedule.chunks, forward_edges, backward_edges)))
 
 
 def channels(
@@ -50,13 +82,7 @@ def channels(
     Edges are pairs (earlier chunk, later chunk) for both; ``forward_edges`` defaults to the chain and
     ``backward_edges`` to ``forward_edges``. Edges inside one stage have no message.
     """
-    _, ahead, back = _edges(schedule, forward_edges, backward_edges)
-    found: dict[Pair, list[Message]] = {}
-    for stage, actions in enumerate(schedule.actions):
-        for action in actions:
-            for message in _emitted(action, ahead, back):
-                found.setdefault((stage, schedule.placement[message.target]), []).append(message)
-    return {pair: tuple(found[pair]) for pair in sorted(found)}
+    return _lowered(schedule, forward_edges, backward_edges).channels
 
 
 def pair_order(
@@ -69,7 +95,19 @@ def pair_order(
     For transports where the two ends of a pair must issue their operations in the same order (NCCL). The order is
     that of one run of the whole schedule, so no message waits for a later one.
     """
-    return pairs_of(program(schedule, forward_edges, backward_edges), schedule.placement)
+    return _lowered(schedule, forward_edges, backward_edges).pair_order
+
+
+def program(
+    schedule: Schedule,
+    forward_edges: Iterable[Pair] | None = None,
+    backward_edges: Iterable[Pair] | None = None,
+) -> Program:
+    """Per stage: compute, SEND and RECV in one order that even blocking sends (both ends meet) carry out.
+
+    Every stage's list is a part of one global order in which a message is one moment, so none can wait in a circle.
+    """
+    return _lowered(schedule, forward_edges, backward_edges).program
 
 
 def pairs_of(program: Sequence[Sequence[Action]], placement: Sequence[int]) -> Mapping[Pair, tuple[Message, ...]]:
@@ -86,25 +124,3 @@ def pairs_of(program: Sequence[Sequence[Action]], placement: Sequence[int]) -> M
                 ends = (action.chunk, action.peer) if action.kind == "SEND" else (action.peer, action.chunk)
                 found.setdefault((stage, other), []).append(Message(action.payload, *ends, action.microbatch))
     return {pair: tuple(found[pair]) for pair in sorted(found)}
-
-
-def program(
-    schedule: Schedule,
-    forward_edges: Iterable[Pair] | None = None,
-    backward_edges: Iterable[Pair] | None = None,
-    *,
-    graph: ActionGraph | None = None,
-) -> Program:
-    """Per stage: compute, SEND and RECV in one order that even blocking sends (both ends meet) carry out.
-
-    Every stage's list is a part of one global order in which a message is one moment, so none can wait in a circle.
-    """
-    edges, ahead, back = _edges(schedule, forward_edges, backward_edges)
-    graph = ActionGraph.of(schedule, edges) if graph is None else graph
-    lists: list[list[Action]] = [[] for _ in range(schedule.stages)]
-    for n in graph.linear_order():
-        lists[graph.stage[n]].append(graph.actions[n])
-        for message in _emitted(graph.actions[n], ahead, back):
-            lists[graph.stage[n]].append(message.send)
-            lists[schedule.placement[message.target]].append(message.recv)
-    return tuple(map(tuple, lists))

@@ -37,7 +37,7 @@ def _run(
     scale: Callable[[Action], float] | None,
     sends: list[Event] | None,
 ) -> tuple[list[float], list[float]]:
-    """Start and end of every action; the messages' events go to ``sends`` if it is given.
+    """Start and end of every action; the events of messages that take time go to ``sends`` if it is given.
 
     Actions finish in order of time, so that messages ask for their links in order of time. A message is sent as soon
     as its producer has finished; an action starts when its stage is free and all it needs has arrived.
@@ -84,7 +84,7 @@ def _run(
                     else:
                         cost = costs.send_backward.get((target, action.chunk), 0.0)
                     leave, sent[target] = links.arrival(now, stage, home, cost)
-                    if sends is not None:
+                    if cost and sends is not None:
                         payload = "F" if action.kind == "F" else "B"
                         move = Action("SEND", action.chunk, action.microbatch, target, payload)
                         sends.append(Event(stage, move, leave, sent[target]))

@@ -9,8 +9,8 @@ from itertools import pairwise
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule
 from pipepart.schedule.deadlock import check_blocking, check_messages, check_ordered
-from pipepart.schedule.dependencies import ActionGraph
-from pipepart.schedule.messages import Program, channels, pairs_of, program
+from pipepart.schedule.dependencies import ActionGraph, Numbered
+from pipepart.schedule.messages import Program, lower, pairs_of
 
 __all__ = ["Validated", "peak_activations", "validate", "validate_program"]
 
@@ -58,63 +58,44 @@ def peak_activations(
 
 
 def _check_form(schedule: Schedule) -> None:
-    """Every action is a compute action on the stage of its chunk, for a micro-batch that exists."""
+    """A list of actions per stage, and every chunk on a stage."""
     name = schedule.name
     if len(schedule.actions) != schedule.stages:
         raise ScheduleError(f"{name}: {schedule.stages} stages, but lists of actions for {len(schedule.actions)}")
     for chunk, stage in enumerate(schedule.placement):
         if not 0 <= stage < schedule.stages:
-            raise ScheduleError(
-                f"{name}: chunk {chunk} is placed on stage {stage}; stages are 0..{schedule.stages - 1}"
-            )
-    for stage, actions in enumerate(schedule.actions):
-        for at, action in enumerate(actions):
-            where = f"{name}: stage {stage}, action {at} ({action})"
-            if action.kind not in COMPUTE:
-                raise ScheduleError(f"{where}: expected one of {', '.join(COMPUTE)}; messages follow from the schedule")
-            if not 0 <= action.chunk < schedule.chunks:
-                raise ScheduleError(f"{where}: there is no chunk {action.chunk}; chunks are 0..{schedule.chunks - 1}")
-            if schedule.placement[action.chunk] != stage:
-                home = schedule.placement[action.chunk]
-                raise ScheduleError(f"{where}: chunk {action.chunk} is on stage {home}; move the action there")
-            if not 0 <= action.microbatch < schedule.microbatches:
-                raise ScheduleError(
-                    f"{where}: there is no micro-batch {action.microbatch}; they are 0..{schedule.microbatches - 1}"
-                )
+            raise ScheduleError(f"{name}: chunk {chunk} is on stage {stage}; stages are 0..{schedule.stages - 1}")
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _check_complete(schedule: Schedule, numbered: Numbered) -> None:
     """Each micro-batch passes each chunk once per direction, and on its stage in the order F, then B or I, then W."""
-    name = schedule.name
-    seen: dict[tuple[str, int, int], int] = {}
-    for stage, actions in enumerate(schedule.actions):
-        for at, action in enumerate(actions):
-            key = (action.kind, action.chunk, action.microbatch)
-            if key in seen:
-                raise ScheduleError(f"{name}: stage {stage} does {action} twice, as actions {seen[key]} and {at}")
-            seen[key] = at
-    for chunk, stage in enumerate(schedule.placement):
-        for k in range(schedule.microbatches):
-            f, b, i, w = (seen.get((kind, chunk, k)) for kind in COMPUTE)
-            if f is None:
-                raise ScheduleError(f"{name}: {Action('F', chunk, k)} is missing on stage {stage}")
-            if schedule.forward_only:
-                continue
-            if b is not None and (i is not None or w is not None):
-                other = Action("I" if i is not None else "W", chunk, k)
-                raise ScheduleError(
-                    f"{name}: stage {stage} does both {Action('B', chunk, k)} and {other}; B is both halves"
-                )
-            if b is None and (i is None or w is None):
-                lacking = Action("B" if i is None and w is None else "I" if i is None else "W", chunk, k)
-                raise ScheduleError(f"{name}: {lacking} is missing on stage {stage}")
-            steps = [(at, kind) for at, kind in ((f, "F"), (b, "B"), (i, "I"), (w, "W")) if at is not None]
-            for (first, before), (second, after) in pairwise(steps):
-                if second < first:
-                    raise ScheduleError(
-                        f"{name}: dependency broken: stage {stage} does {Action(after, chunk, k)} (action {second}) "
-                        f"before {Action(before, chunk, k)} (action {first})"
-                    )
+    forward_only = schedule.forward_only
+    tables = [numbered.number[kind] for kind in COMPUTE]
+    for at, (f, b, i, w) in enumerate(zip(*tables)):
+        if f >= 0 and ((f < b and i < 0 and w < 0) or (b < 0 and f < i < w) or forward_only):
+            continue
+        chunk, k = divmod(at, schedule.microbatches)
+        raise ScheduleError(f"{schedule.name}: {_what_is_wrong(schedule, numbered, chunk, k, (f, b, i, w))}")
+
+
+def _what_is_wrong(schedule: Schedule, numbered: Numbered, chunk: int, k: int, found: tuple[int, ...]) -> str:
+    """The message about a micro-batch that does not pass a chunk as it should; ``found``: numbers of F, B, I, W."""
+    stage = schedule.placement[chunk]
+    f, b, i, w = found
+    if f < 0:
+        return f"{Action('F', chunk, k)} is missing on stage {stage}"
+    if b >= 0 and (i >= 0 or w >= 0):
+        other = Action("I" if i >= 0 else "W", chunk, k)
+        return f"stage {stage} does both {Action('B', chunk, k)} and {other}; B stands for I and W"
+    if b < 0 and (i < 0 or w < 0):
+        kind = "B" if i < 0 and w < 0 else "I" if i < 0 else "W"
+        return f"{Action(kind, chunk, k)} is missing on stage {stage}"
+    later, earlier = next((y, x) for x, y in pairwise(n for n in found if n >= 0) if y < x)
+    start = numbered.first[stage]
+    return (
+        f"dependency broken: stage {stage} does {numbered.actions[later]} (action {later - start}) before "
+        f"{numbered.actions[earlier]} (action {earlier - start})"
+    )
 
 
 def validate(
@@ -133,14 +114,14 @@ def validate(
     """
     edges = Edges.of(schedule.chunks, forward_edges, backward_edges, tied)
     _check_form(schedule)
-    _check_complete(schedule)
+    numbered = Numbered.of(schedule)
+    _check_complete(schedule, numbered)
     if schedule.forward_only:
         edges = Edges(edges.forward, frozenset(), edges.tied)
-    graph = ActionGraph.of(schedule, edges)
-    full = program(schedule, edges.forward, edges.backward, graph=graph)
-    check_messages(schedule.name, full, schedule.placement, edges)
-    check_blocking(schedule.name, full, schedule.placement)
-    check_ordered(schedule.name, full, schedule.placement)
+    lowered = lower(ActionGraph.of(schedule, edges, numbered))
+    check_messages(schedule.name, lowered.program, schedule.placement, edges)
+    # what blocking sends carry out, ordered channels do too: where both ends meet, they meet in one order
+    check_blocking(schedule.name, lowered.program, schedule.placement)
     peaks = peak_activations(schedule, activation)
     for stage, peak in enumerate(peaks):
         if memory_limit is not None and peak > memory_limit[stage] * (1 + 1e-9):
@@ -152,9 +133,9 @@ def validate(
     return Validated(
         schedule,
         edges,
-        channels(schedule, edges.forward, edges.backward),
-        pairs_of(full, schedule.placement),
-        full,
+        lowered.channels,
+        lowered.pair_order,
+        lowered.program,
         peaks,
         tuple(stages for stages in groups if len(stages) > 1),
     )
@@ -167,10 +148,14 @@ def validate_program(
     *,
     blocking: bool = True,
     ordered: bool = True,
+    microbatches: int | None = None,
     name: str = "program",
 ) -> Validated:
-    """Prove lists that bring their own SEND and RECV: the compute as `validate` does, and the messages as given."""
-    schedule = compute_of(program, name)
+    """Prove lists that bring their own SEND and RECV: the compute as `validate` does, and the messages as given.
+
+    ``microbatches`` defaults to as many as the lists name.
+    """
+    schedule = compute_of(program, name, microbatches)
     proof = validate(schedule, forward_edges, backward_edges)
     check_messages(name, program, schedule.placement, proof.edges)
     if blocking:
@@ -189,11 +174,11 @@ def validate_program(
     )
 
 
-def compute_of(program: Sequence[Sequence[Action]], name: str) -> Schedule:
+def compute_of(program: Sequence[Sequence[Action]], name: str, microbatches: int | None = None) -> Schedule:
     """The schedule inside a program: its compute actions, with the placement that they show."""
     lists = tuple(tuple(action for action in actions if action.kind in COMPUTE) for actions in program)
     home: dict[int, int] = {}
-    microbatches = 0
+    named = 0
     for stage, actions in enumerate(lists):
         for action in actions:
             if home.setdefault(action.chunk, stage) != stage:
@@ -201,8 +186,9 @@ def compute_of(program: Sequence[Sequence[Action]], name: str) -> Schedule:
                     f"{name}: {action} is on stage {stage}, but chunk {action.chunk} is on stage {home[action.chunk]} "
                     "as well; a chunk has one stage"
                 )
-            microbatches = max(microbatches, action.microbatch + 1)
+            named = max(named, action.microbatch + 1)
     if sorted(home) != list(range(len(home))):
         lacking = next(c for c in range(len(home) + 1) if c not in home)
         raise ScheduleError(f"{name}: chunk {lacking} has no action; chunks are numbered 0, 1, ... without a gap")
-    return Schedule(name, len(lists), microbatches, tuple(home[c] for c in range(len(home))), lists)
+    count = named if microbatches is None else microbatches
+    return Schedule(name, len(lists), count, tuple(home[c] for c in range(len(home))), lists)

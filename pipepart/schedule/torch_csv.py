@@ -1,0 +1,92 @@
+"""Schedules in files: the CSV format of `torch.distributed.pipelining`, one row per stage, one action per cell.
+
+A cell is chunk, kind, micro-batch: ``2F0``, ``2B0``, ``2I0``, ``2W0``; an empty cell is a pause. With messages also
+``2SEND_F0``, ``3RECV_F0``, ``3SEND_B0``, ``2RECV_B0``, always between neighbouring chunks. What torch calls a stage is
+a chunk here, and its rank is our stage. ``(0F3;7B1)OVERLAP_F_B`` is read as its parts, one after the other.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pipepart.errors import ScheduleError
+from pipepart.schedule.actions import COMPUTE, Action, Schedule
+from pipepart.schedule.validate import compute_of, validate
+
+__all__ = ["read_csv", "read_program", "write_csv", "write_program"]
+
+_CELL = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
+_IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def _actions(cell: str, where: str) -> Iterator[Action]:
+    """The actions of one cell."""
+    cell = cell.strip()
+    if not cell or _IGNORED.fullmatch(cell):
+        return
+    if overlap := _OVERLAP.fullmatch(cell):
+        for part in overlap[1].split(";"):
+            yield from _actions(part, where)
+        return
+    found = _CELL.fullmatch(cell)
+    if found is None:
+        raise ScheduleError(
+            f"{where}: {cell!r} is no action; expected chunk, kind and micro-batch such as 2F0, 2B0, 2I0, 2W0, "
+            "2SEND_F0 or 3RECV_F0"
+        )
+    chunk, kind, k = int(found[1]), found[2], int(found[3])
+    if kind in COMPUTE:
+        yield Action(kind, chunk, k)
+        return
+    what, payload = kind.split("_")
+    peer = chunk + 1 if (what == "SEND") == (payload == "F") else chunk - 1
+    yield Action(what, chunk, k, peer, payload)
+
+
+def read_program(path: str | Path) -> tuple[tuple[Action, ...], ...]:
+    """Per stage all actions of a file, messages included. Prove them with `validate_program`."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ScheduleError(f"schedule file {str(path)!r} cannot be read: {error.strerror}") from error
+    rows = [row for row in csv.reader(text.splitlines()) if row]
+    if not rows:
+        raise ScheduleError(f"schedule file {str(path)!r} is empty; expected one row of actions per stage")
+    return tuple(
+        tuple(action for c, cell in enumerate(row, 1) for action in _actions(cell, f"{path}, row {r}, cell {c}"))
+        for r, row in enumerate(rows, 1)
+    )
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """The schedule in a file, proved. SEND and RECV in it are passed over: ours follow from the schedule."""
+    schedule = compute_of(read_program(path), Path(path).stem)
+    validate(schedule)
+    return schedule
+
+
+def _cell(action: Action, path: str | Path) -> str:
+    if action.kind in COMPUTE:
+        return f"{action.chunk}{action.kind}{action.microbatch}"
+    if action.kind == "REDUCE":
+        return f"{action.chunk}REDUCE_GRAD"
+    assert action.peer is not None
+    if abs(action.peer - action.chunk) != 1:
+        raise ScheduleError(f"{path}: {action} passes over a chunk; the format only has messages between neighbours")
+    return f"{action.chunk}{action.kind}_{action.payload}{action.microbatch}"
+
+
+def write_program(program: Iterable[Sequence[Action]], path: str | Path) -> None:
+    """Write all actions of every stage, messages included (torch's ``compute_comms`` format)."""
+    rows = [[_cell(action, path) for action in actions] for actions in program]
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def write_csv(schedule: Schedule, path: str | Path) -> None:
+    """Write the compute actions of every stage (torch's ``compute_only`` format)."""
+    write_program(schedule.actions, path)
