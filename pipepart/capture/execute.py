@@ -153,10 +153,6 @@ class _Names:
         return self.by_path[path]
 
 
-def _grad_mode() -> bool:
-    return torch.is_grad_enabled()
-
-
 def _enter_no_grad() -> bool:
     """Switch gradients off; returns what was on."""
     before = torch.is_grad_enabled()
@@ -264,6 +260,7 @@ def executable(
             made.target = names.add(str(node.target), resolve(root, str(node.target)))
         if device is not None:
             made.args, made.kwargs = _move(made.args, device), _move(made.kwargs, device)
+        made.meta["origin"] = node.name
         new[node] = made
     switch((True, ()))
     graph.output(tuple(value(out) if isinstance(out, fx.Node) else out for out in outputs))

@@ -14,10 +14,12 @@ import torch.nn as nn
 
 from pipepart.capture import state, symbols, trees, variants
 from pipepart.capture.annotate import annotate
+from pipepart.capture.explain import Explanation, explain, put_back
 from pipepart.capture.patches import recording_patches
 from pipepart.capture.recorder import DataDependent, Fact, NotRecordable, Recorder, RecordMode
 from pipepart.capture.recording import Input, LogCall, Recording
 from pipepart.capture.simplify import simplify
+from pipepart.capture.verify import verify
 from pipepart.errors import CaptureError
 
 __all__ = ["Call", "record", "record_call"]
@@ -54,6 +56,7 @@ class _Run:
     logs: list[tuple[str, Any, dict[str, Any]]]
     output_count: int
     tensors: list[Any]
+    leaves: list[Any]
 
 
 @dataclass
@@ -159,57 +162,110 @@ def _record(call: Call, leaves: list[Any], names: state.Names, settings: _Settin
         except Exception:
             base_leaves, batch = leaves, None
     base = _attempt(call, base_leaves, names, settings, mode)
-    runs = [base]
-    proved: list[variants.Dimension] = []
-    notes: list[str] = []
-    for dim in [batch, *dims[1:]] if batch is not None else dims[1:]:
-        assert dim is not None
-        other = _other_size(call, base_leaves, base, dim, names, settings, mode)
-        if isinstance(other, str):
-            notes.append(other)
-        else:
-            runs.append(other)
-            proved.append(dim)
-    simplify([run.recorder for run in runs])
-    inputs = tuple(_with_dynamic(spec, i, proved) for i, spec in enumerate(call.inputs))
-    return _recording(call, leaves, base, inputs, settings, notes, mode)
+    study = _Study(call, base_leaves, base, names, settings, mode)
+    if batch is not None:
+        study.vary(batch)
+    failed = [dim for dim in dims[1:] if not study.vary(dim)]
+    for dim in variants.together(failed):
+        study.vary(dim)
+    nodes = list(base.recorder.graph.nodes)
+    simplify([run.recorder for run in study.runs])
+    for (index, position), explanation in study.explained.items():
+        put_back(base.recorder, nodes[index], position, explanation)
+    inputs = tuple(_with_dynamic(spec, i, study.proved) for i, spec in enumerate(call.inputs))
+    equal = tuple(dim.places for dim in study.proved if len(dim.places) > 1)
+    return _recording(call, leaves, base, inputs, equal, settings, study.notes(dims[1:]), mode)
 
 
-def _other_size(
-    call: Call,
-    leaves: list[Any],
-    base: _Run,
-    dim: variants.Dimension,
-    names: state.Names,
-    settings: _Settings,
-    mode: Any,
-) -> _Run | str:
-    """The same recording at another size of one dimension, or why there is none."""
-    reason = ""
-    for size in dim.candidates():
-        changed = variants.resize(leaves, dim, size)
+class _Study:
+    """The example at other sizes: which dimensions are free, and which constants follow them."""
+
+    def __init__(self, call: Call, leaves: list[Any], base: _Run, names: state.Names, settings: _Settings, mode: Any):
+        self.call, self.leaves, self.base = call, leaves, base
+        self.names, self.settings, self.mode = names, settings, mode
+        self.runs = [base]
+        self.proved: list[variants.Dimension] = []
+        self.explained: dict[tuple[int, int], Explanation] = {}
+        self.reasons: dict[variants.Dimension, str] = {}
+
+    def vary(self, dim: variants.Dimension) -> bool:
+        """Record at another size of `dim`; True if the graph is the same there."""
+        reason = ""
+        for size in dim.candidates():
+            try:
+                run = self._run(dim, size)
+            except Exception as error:
+                reason = f"fails at size {size} ({str(error)[:160]})"
+                continue
+            mismatch, numbers = self._compare(run)
+            if mismatch is None and numbers:
+                mismatch = self._explain(dim, size, numbers)
+            if mismatch is None:
+                self.runs.append(run)
+                self.proved.append(dim)
+                return True
+            reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
+            if dim.is_batch:
+                self._baked_in(mismatch.module, reason)
+        self.reasons[dim] = reason
+        return False
+
+    def notes(self, dims: Sequence[variants.Dimension]) -> list[str]:
+        """What is fixed and why."""
+        free = {place for dim in self.proved for place in dim.places}
+        return [
+            f"{'batch size' if dim.is_batch else f'dimension of size {dim.size}'}: fixed; the model {reason}"
+            for dim, reason in self.reasons.items()
+            if not set(dim.places) <= free
+        ]
+
+    def _run(self, dim: variants.Dimension, size: int) -> _Run:
+        changed = variants.resize(self.leaves, dim, size)
+        return _run(self.call, changed, self.names, self.settings, self.mode)
+
+    def _compare(self, run: _Run) -> tuple[variants.Mismatch | None, list[variants.Difference]]:
+        known: variants.Known = {
+            key: (lambda recorder, value, e=e: e.holds(variants.size_in(recorder, e.dimension), value))
+            for key, e in self.explained.items()
+        }
+        mismatch, numbers = variants.compare(self.base.recorder, run.recorder, known)
+        if mismatch is None and trees_differ(self.base, run):
+            mismatch = variants.Mismatch("", "the result or what is logged has another structure")
+        return mismatch, numbers
+
+    def _explain(
+        self, dim: variants.Dimension, size: int, numbers: list[variants.Difference]
+    ) -> variants.Mismatch | None:
+        """Find laws for numbers that changed with `dim`, and try them at a third size."""
+        first = numbers[0]
+        failure = variants.Mismatch(first.module, first.text)
+        laws = {(n.node, n.position): explain(dim, n.value, size, n.other) for n in numbers}
+        third = next((s for s in (*dim.candidates(), dim.size + 2, 2 * dim.size + 1) if s not in (dim.size, size)), None)
+        if third is None or not all(laws.values()):
+            return failure
         try:
-            run = _run(call, changed, names, settings, mode)
-        except Exception as error:
-            reason = f"fails at size {size} ({type(error).__name__}: {str(error)[:200]})"
-            continue
-        mismatch = variants.compare(base.recorder, run.recorder)
-        if mismatch is None and trees_differ(base, run):
-            mismatch = variants.Mismatch("", "the result has another structure")
-        if mismatch is None:
-            return run
-        reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
-        if dim.is_batch:
-            where = mismatch.module
-            if _keep_whole(call.root, where, settings, reason):
-                raise _Retry
-            raise CaptureError(
-                f"{call.what} depends on the batch size in a way that cannot be recorded.\n  {reason}\n"
-                "  do: compute sizes from tensors (x.shape[0], not Python copies of it) or put this part into a "
-                "submodule of its own, which is then kept whole"
-            )
-    kind = "batch size" if dim.is_batch else f"dimension of size {dim.size}"
-    return f"{kind}: fixed, since the model {reason}" if reason else f"{kind}: fixed"
+            run = self._run(dim, third)
+        except Exception:
+            return failure
+        mismatch, seen = variants.compare(self.base.recorder, run.recorder, {})
+        if mismatch is not None:
+            return mismatch
+        values = {(n.node, n.position): n.other for n in seen}
+        for key, options in laws.items():
+            holding = [law for law in options if key in values and law.holds(third, values[key])]
+            if not holding:
+                return failure
+            self.explained[key] = holding[0]
+        return None
+
+    def _baked_in(self, module: str, reason: str) -> None:
+        if _keep_whole(self.call.root, module, self.settings, reason):
+            raise _Retry
+        raise CaptureError(
+            f"{self.call.what} depends on the batch size in a way that cannot be recorded.\n  {reason}\n"
+            "  do: compute sizes from tensors (x.shape[0], not Python copies of it) or put this part into a "
+            "submodule of its own, which is then kept whole"
+        )
 
 
 def trees_differ(a: _Run, b: _Run) -> bool:
@@ -312,7 +368,7 @@ def _run(call: Call, leaves: list[Any], names: state.Names, settings: _Settings,
             recorder.recording = False
             raise _RunFailed(error, recorder.failed_in or [""]) from error
         recorder.facts[recorder.graph.output(nodes)] = Fact()
-        return _Run(recorder, list(nodes), tree, logs, count, flat)
+        return _Run(recorder, list(nodes), tree, logs, count, flat, leaves)
 
 
 def _output(recorder: Recorder, value: Any) -> Any:
@@ -343,6 +399,7 @@ def _recording(
     leaves: list[Any],
     base: _Run,
     inputs: tuple[Input, ...],
+    equal: tuple[tuple[tuple[int, int], ...], ...],
     settings: _Settings,
     notes: list[str],
     mode: Any,
@@ -369,10 +426,16 @@ def _recording(
         input_tree=call.tree,
         output_tree=base.output_tree,
         step=call.step,
+        equal_sizes=equal,
         leaves=tuple(sorted(settings.whole)),
-        notes=tuple([*recorder.notes, *notes]),
+        notes=(*recorder.notes, *notes),
     )
     annotate(recording, recorder)
+    expected = base.tensors
+    if base.leaves is not leaves:
+        result, logged = _eager(call, leaves, mode)
+        expected = [*trees.flatten(result)[0], *(value for _, value, _ in logged)]
+    verify(recording, [_copy(leaf) for leaf in leaves], expected, mode)
     recorder.kept.clear()
     recorder.values.clear()
     return recording

@@ -83,6 +83,8 @@ class Recording:
     input_tree: trees.Tree
     output_tree: trees.Tree
     step: str | None = None
+    equal_sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Groups of (input, dimension) that had one size in all recorded runs and must keep one size."""
     leaves: tuple[str, ...] = ()
     """Modules of the user that are kept whole, since something inside could not be recorded."""
     notes: tuple[str, ...] = ()
@@ -111,6 +113,15 @@ class Recording:
             )
         for leaf, spec in zip(leaves, self.inputs):
             self._check(leaf, spec)
+        for group in self.equal_sizes:
+            (first, at), *rest = group
+            for i, dim in rest:
+                if leaves[i].shape[dim] != leaves[first].shape[at]:
+                    raise GuardError(
+                        f"arguments of {self._what()}: dimension {at} of {self.inputs[first].path} is "
+                        f"{leaves[first].shape[at]} and dimension {dim} of {self.inputs[i].path} is "
+                        f"{leaves[i].shape[dim]}; they were equal when it was recorded. Record again with such an example."
+                    )
         return leaves
 
     def unflatten(self, leaves: Sequence) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 
@@ -53,7 +55,7 @@ def preserved(root: nn.Module) -> Iterator[None]:
         for module in root.modules()
     ]
     registries = [(module, dict(module._parameters), dict(module._buffers)) for module in root.modules()]
-    rng = torch.get_rng_state()
+    rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     try:
         yield
@@ -79,6 +81,8 @@ def preserved(root: nn.Module) -> Iterator[None]:
         for parameter, grad in grads:
             parameter.grad = grad
         torch.set_rng_state(rng)
+        random.setstate(python_rng)
+        np.random.set_state(numpy_rng)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.fx as fx
 from pipepart.capture.fingerprint import structure, target_name
 from pipepart.capture.recorder import Recorder
 
-__all__ = ["Dimension", "Mismatch", "compare", "dimensions", "resize"]
+__all__ = ["Difference", "Dimension", "Known", "Mismatch", "compare", "dimensions", "resize", "size_in", "together"]
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,54 @@ class Mismatch:
     text: str
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A number among the arguments of a node that is not the same in two recordings."""
+
+    node: int
+    position: int
+    value: Any
+    other: Any
+    module: str
+    text: str
+
+
+Known = dict[tuple[int, int], Callable[[Recorder, Any], bool]]
+"""Numbers, by node and position, that follow a size; the function says whether a run's number is the right one."""
+
+
 def dimensions(leaves: Sequence[Any]) -> list[Dimension]:
-    """The batch dimension (dim 0 of the first tensor, and of all leaves of that size), then the others by size."""
+    """The batch dimension (dim 0 of the first tensor, and of all leaves of that size), then the others.
+
+    Other dimensions of one size and place (the lengths of ids and labels) change together.
+    """
     shapes = {
         i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0
     }
     if not shapes:
         return []
     batch = next(iter(shapes.values()))[0]
-    groups: dict[int, list[tuple[int, int]]] = {}
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     first: list[tuple[int, int]] = []
     for i, shape in shapes.items():
         for dim, size in enumerate(shape):
             if dim == 0 and size == batch:
                 first.append((i, dim))
             elif size > 1:
-                groups.setdefault(size, []).append((i, dim))
-    rest = [Dimension(size, tuple(places), False) for size, places in groups.items()]
+                groups.setdefault((size, dim), []).append((i, dim))
+    rest = [Dimension(size, tuple(places), False) for (size, _), places in groups.items()]
     return [Dimension(batch, tuple(first), True), *rest]
+
+
+def together(dims: Sequence[Dimension]) -> list[Dimension]:
+    """Dimensions of one size as one: for models that need them equal (square images, masks of length by length)."""
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for dim in dims:
+        groups.setdefault(dim.size, []).extend(dim.places)
+    counts: dict[int, int] = {}
+    for dim in dims:
+        counts[dim.size] = counts.get(dim.size, 0) + 1
+    return [Dimension(size, tuple(places), False) for size, places in groups.items() if counts[size] > 1]
 
 
 def resize(leaves: Sequence[Any], dimension: Dimension, size: int) -> list[Any]:
@@ -74,33 +104,51 @@ def resize(leaves: Sequence[Any], dimension: Dimension, size: int) -> list[Any]:
     return out
 
 
-def compare(base: Recorder, other: Recorder) -> Mismatch | None:
-    """None if both graphs do the same with the same constants (sizes that are nodes may differ)."""
+def compare(base: Recorder, other: Recorder, known: Known) -> tuple[Mismatch | None, list[Difference]]:
+    """Where two recordings differ: the first thing that cannot be helped, and numbers that are not the same.
+
+    Sizes that are nodes may differ; `known` holds the numbers that are known to follow a size.
+    """
     left, right = list(base.graph.nodes), list(other.graph.nodes)
     index_left = {node: i for i, node in enumerate(left)}
     index_right = {node: i for i, node in enumerate(right)}
-    for a, b in zip(left, right):
+    numbers: list[Difference] = []
+    for i, (a, b) in enumerate(zip(left, right)):
         fact = base.facts.get(a)
         where = fact.module if fact else ""
         line = f"{a.name} in module {where!r} at {fact.source if fact else ''}"
         if a.op != b.op or target_name(a.target) != target_name(b.target):
-            return Mismatch(where, f"{line}: another op is called ({target_name(a.target)} / {target_name(b.target)})")
-        text_a = structure((a.args, dict(a.kwargs)), lambda node: f"%{index_left[node]}")
-        text_b = structure((b.args, dict(b.kwargs)), lambda node: f"%{index_right[node]}")
-        if text_a != text_b:
-            return Mismatch(where, f"{line}: called with {_difference(text_a, text_b)}")
-        if a.op == "get_attr" and a.target in base.constants:
-            if not _same_constant(base.constants[str(a.target)], other.constants[str(b.target)]):
-                return Mismatch(where, f"{line}: reads a tensor that was computed outside the recorded ops")
+            text = f"{line}: another op is called ({target_name(a.target)} / {target_name(b.target)})"
+            return Mismatch(where, text), numbers
+        leaves_a, leaves_b = leaves_of(a), leaves_of(b)
+        if len(leaves_a) != len(leaves_b):
+            return Mismatch(where, f"{line}: called with other arguments ({a.args} / {b.args})"), numbers
+        for position, (x, y) in enumerate(zip(leaves_a, leaves_b)):
+            text_x = structure(x, lambda node: f"%{index_left[node]}")
+            text_y = structure(y, lambda node: f"%{index_right[node]}")
+            if text_x == text_y or (x != x and y != y):
+                continue
+            follows = known.get((i, position))
+            if follows is not None and follows(other, y):
+                continue
+            text = f"{line}: called with {text_x} / {text_y}"
+            if type(x) is type(y) and type(x) in (int, float):
+                numbers.append(Difference(i, position, x, y, where, text))
+            else:
+                return Mismatch(where, text), numbers
+        constant = a.op == "get_attr" and a.target in base.constants
+        if constant and not _same_constant(base.constants[str(a.target)], other.constants[str(b.target)]):
+            return Mismatch(where, f"{line}: reads a tensor that was computed outside the recorded ops"), numbers
     if len(left) != len(right):
-        return Mismatch("", f"{len(left)} and {len(right)} ops were recorded")
-    return None
+        return Mismatch("", f"{len(left)} and {len(right)} ops were recorded"), numbers
+    return None, numbers
 
 
-def _difference(a: str, b: str) -> str:
-    start = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-    low = max(0, start - 12)
-    return f"...{a[low : start + 24]} / ...{b[low : start + 24]}"
+def leaves_of(node: fx.Node) -> list[Any]:
+    """The arguments of a node without their containers, always in the same order."""
+    found: list[Any] = []
+    fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda leaf: found.append(leaf))
+    return found
 
 
 def _same_constant(a: Any, b: Any) -> bool:
@@ -113,10 +161,10 @@ def _same_constant(a: Any, b: Any) -> bool:
     return hasattr(a, "fake_mode") or bool(torch.equal(a, b))
 
 
-def input_sizes(base: Recorder) -> dict[fx.Node, tuple[int, ...]]:
-    """Shapes of the tensor inputs of a run."""
-    return {
-        node: shape
-        for node in base.graph.nodes
-        if node.op == "placeholder" and (shape := base.facts[node].shape) is not None
-    }
+def size_in(run: Recorder, dimension: Dimension) -> int:
+    """The size of a dimension in a run."""
+    leaf, dim = dimension.places[0]
+    node = [node for node in run.graph.nodes if node.op == "placeholder"][leaf]
+    shape = run.facts[node].shape
+    assert shape is not None
+    return shape[dim]
