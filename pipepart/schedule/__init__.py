@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule, looped_placement, v_placement
+from pipepart.schedule.auto import Choice, best_schedule
 from pipepart.schedule.bounds import lower_bound
 from pipepart.schedule.costs import ChunkCosts
 from pipepart.schedule.messages import channels, pair_order, program
 from pipepart.schedule.registry import SCHEDULES, ScheduleKind, make_schedule
 from pipepart.schedule.simulate import simulate, step_time
 from pipepart.schedule.timeline import Event, Timeline
+from pipepart.schedule.torch_csv import from_csv, read_csv, read_program, to_csv, write_csv, write_program
 from pipepart.schedule.validate import Validated, peak_activations, validate, validate_program
 
 __all__ = [
     "COMPUTE",
     "SCHEDULES",
     "Action",
+    "Choice",
     "ChunkCosts",
     "Edges",
     "Event",
@@ -23,16 +26,23 @@ __all__ = [
     "ScheduleKind",
     "Timeline",
     "Validated",
+    "best_schedule",
     "channels",
+    "from_csv",
     "looped_placement",
     "lower_bound",
     "make_schedule",
     "pair_order",
     "peak_activations",
     "program",
+    "read_csv",
+    "read_program",
     "simulate",
     "step_time",
+    "to_csv",
     "v_placement",
     "validate",
     "validate_program",
+    "write_csv",
+    "write_program",
 ]

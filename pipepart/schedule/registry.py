@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pipepart.errors import ScheduleError, did_you_mean
-from pipepart.schedule.actions import Schedule, looped_placement
+from pipepart.schedule.actions import Edges, Schedule, looped_placement
+from pipepart.schedule.auto import best_schedule
+from pipepart.schedule.costs import ChunkCosts
 from pipepart.schedule.fixed import forward_only, gpipe, interleaved, one_f_one_b
+from pipepart.schedule.torch_csv import read_csv
 from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = ["SCHEDULES", "ScheduleKind", "make_schedule"]
@@ -88,32 +91,78 @@ def make_schedule(
     chunks: int | None = None,
     slack: int = 0,
     placement: Sequence[int] | None = None,
+    costs: ChunkCosts | None = None,
+    edges: Edges | None = None,
+    memory_limit: float | Sequence[float] | None = None,
 ) -> Schedule:
-    """The schedule of that name. ``chunks`` is per stage and defaults to what is usual for the schedule.
+    """The schedule of that name, ``auto``, or the one in a file (a name that ends in ``.csv``).
 
-    ``placement`` (the stage of each chunk) is for ``forward`` only, to evaluate over the chunks of a training
-    schedule, whatever its placement.
+    ``chunks`` is per stage and defaults to what is usual for the schedule. ``placement`` (the stage of each chunk) is
+    for ``forward``, to evaluate over the chunks of a training schedule whatever its placement, and for ``auto``.
+    ``costs``, ``edges`` and ``memory_limit`` are for ``auto`` only: see `best_schedule`.
     """
-    if name not in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} is not known: {did_you_mean(name, SCHEDULES)}")
-    kind = SCHEDULES[name]
-    if chunks is None:
+    if name not in SCHEDULES and name != "auto" and not name.endswith(".csv"):
+        known = did_you_mean(name, (*SCHEDULES, "auto"))
+        raise ScheduleError(f"schedule {name!r} is not known: {known}, or a file that ends in .csv")
+    kind = SCHEDULES.get(name)
+    if kind is not None and chunks is None:
         chunks = kind.fixed_chunks or kind.usual_chunks
-    for what, value, least in (("stages", stages, 1), ("microbatches", microbatches, 1), ("chunks", chunks, 1)):
+    for what, value, least in (
+        ("stages", stages, 1),
+        ("microbatches", microbatches, 1),
+        ("chunks", 1 if chunks is None else chunks, 1),
+        ("slack", slack, 0),
+    ):
         if not isinstance(value, int) or value < least:
             raise ScheduleError(f"schedule {name!r}: {what} is {value!r}; expected a whole number >= {least}")
-    if not isinstance(slack, int) or slack < 0:
-        raise ScheduleError(f"schedule {name!r}: slack is {slack!r}; expected a whole number >= 0")
+    if slack and (kind is None or not kind.takes_slack):
+        takers = ", ".join(k.name for k in SCHEDULES.values() if k.takes_slack)
+        raise ScheduleError(f"schedule {name!r} takes no slack, got slack={slack}; those that do: {takers}")
+    if name != "auto" and (costs is not None or memory_limit is not None):
+        raise ScheduleError(f"schedule {name!r} has a fixed order; costs and memory_limit are for 'auto'")
+    if placement is not None:
+        if name not in ("forward", "auto"):
+            raise ScheduleError(f"schedule {name!r} places its chunks itself; 'forward' and 'auto' take a placement")
+        if sorted(set(placement)) != list(range(stages)):
+            raise ScheduleError(f"placement {tuple(placement)}: expected every stage 0..{stages - 1} to hold a chunk")
+    if name == "auto":
+        return _auto(stages, microbatches, chunks, placement, costs, edges, memory_limit)
+    if kind is None:
+        return _from_file(name, stages, microbatches, chunks)
+    assert chunks is not None
     if kind.fixed_chunks is not None and chunks != kind.fixed_chunks:
         other = "'interleaved' takes any number" if kind.fixed_chunks == 1 else "leave chunks out"
         raise ScheduleError(f"schedule {name!r} has {kind.fixed_chunks} chunks per stage, got {chunks}; {other}")
-    if slack and not kind.takes_slack:
-        takers = ", ".join(k.name for k in SCHEDULES.values() if k.takes_slack)
-        raise ScheduleError(f"schedule {name!r} takes no slack, got slack={slack}; those that do: {takers}")
-    if placement is None:
-        return kind.build(stages, microbatches, chunks, slack)
-    if name != "forward":
-        raise ScheduleError(f"schedule {name!r} places its chunks itself; only 'forward' takes a placement")
-    if sorted(set(placement)) != list(range(stages)):
-        raise ScheduleError(f"placement {tuple(placement)}: expected every stage 0..{stages - 1} to hold a chunk")
-    return forward_only(stages, microbatches, placement)
+    if placement is not None:
+        return forward_only(stages, microbatches, placement)
+    return kind.build(stages, microbatches, chunks, slack)
+
+
+def _auto(
+    stages: int,
+    microbatches: int,
+    chunks: int | None,
+    placement: Sequence[int] | None,
+    costs: ChunkCosts | None,
+    edges: Edges | None,
+    memory_limit: float | Sequence[float] | None,
+) -> Schedule:
+    if costs is None:
+        raise ScheduleError("schedule 'auto' is made for given costs; pass costs=ChunkCosts(...), or name a schedule")
+    if chunks is not None and chunks * stages != costs.chunks:
+        raise ScheduleError(f"schedule 'auto': {chunks} chunks on {stages} stages, but costs for {costs.chunks} chunks")
+    choice = best_schedule(stages, microbatches, costs, edges=edges, placement=placement, memory_limit=memory_limit)
+    return choice.schedule
+
+
+def _from_file(path: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+    schedule = read_csv(path)
+    wanted = (("stages", stages, schedule.stages), ("micro-batches", microbatches, schedule.microbatches))
+    for what, asked, found in wanted:
+        if asked != found:
+            raise ScheduleError(f"schedule file {path!r} is for {found} {what}, asked for {asked}")
+    if chunks is not None and chunks * stages != schedule.chunks:
+        raise ScheduleError(
+            f"schedule file {path!r} has {schedule.chunks} chunks, asked for {chunks} on each of {stages} stages"
+        )
+    return schedule

@@ -16,7 +16,7 @@ from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import COMPUTE, Action, Schedule
 from pipepart.schedule.validate import compute_of, validate
 
-__all__ = ["read_csv", "read_program", "write_csv", "write_program"]
+__all__ = ["from_csv", "program_to_csv", "read_csv", "read_program", "to_csv", "write_csv", "write_program"]
 
 _CELL = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 _IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
@@ -47,46 +47,68 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
     yield Action(what, chunk, k, peer, payload)
 
 
-def read_program(path: str | Path) -> tuple[tuple[Action, ...], ...]:
-    """Per stage all actions of a file, messages included. Prove them with `validate_program`."""
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ScheduleError(f"schedule file {str(path)!r} cannot be read: {error.strerror}") from error
+def _parse(text: str, where: str) -> tuple[tuple[Action, ...], ...]:
     rows = [row for row in csv.reader(text.splitlines()) if row]
     if not rows:
-        raise ScheduleError(f"schedule file {str(path)!r} is empty; expected one row of actions per stage")
+        raise ScheduleError(f"{where} is empty; expected one row of actions per stage")
     return tuple(
-        tuple(action for c, cell in enumerate(row, 1) for action in _actions(cell, f"{path}, row {r}, cell {c}"))
+        tuple(action for c, cell in enumerate(row, 1) for action in _actions(cell, f"{where}, row {r}, cell {c}"))
         for r, row in enumerate(rows, 1)
     )
 
 
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"schedule file {str(path)!r} cannot be read: {error}") from error
+
+
+def read_program(path: str | Path) -> tuple[tuple[Action, ...], ...]:
+    """Per stage all actions of a file, messages included. Prove them with `validate_program`."""
+    return _parse(_read(path), f"schedule file {str(path)!r}")
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """The schedule in a text, proved. SEND and RECV in it are passed over: ours follow from the schedule."""
+    schedule = compute_of(_parse(text, f"schedule {name!r}"), name)
+    validate(schedule)
+    return schedule
+
+
 def read_csv(path: str | Path) -> Schedule:
-    """The schedule in a file, proved. SEND and RECV in it are passed over: ours follow from the schedule."""
+    """The schedule in a file, proved, named after the file (see `from_csv`)."""
     schedule = compute_of(read_program(path), Path(path).stem)
     validate(schedule)
     return schedule
 
 
-def _cell(action: Action, path: str | Path) -> str:
+def _cell(action: Action) -> str:
     if action.kind in COMPUTE:
         return f"{action.chunk}{action.kind}{action.microbatch}"
     if action.kind == "REDUCE":
         return f"{action.chunk}REDUCE_GRAD"
     assert action.peer is not None
     if abs(action.peer - action.chunk) != 1:
-        raise ScheduleError(f"{path}: {action} passes over a chunk; the format only has messages between neighbours")
+        raise ScheduleError(f"{action} passes over a chunk; torch's CSV format only has messages between neighbours")
     return f"{action.chunk}{action.kind}_{action.payload}{action.microbatch}"
 
 
+def program_to_csv(program: Iterable[Sequence[Action]]) -> str:
+    """All actions of every stage, messages included (torch's ``compute_comms`` format)."""
+    return "".join(",".join(map(_cell, actions)) + "\n" for actions in program)
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The compute actions of every stage (torch's ``compute_only`` format); `from_csv` gives them back."""
+    return program_to_csv(schedule.actions)
+
+
 def write_program(program: Iterable[Sequence[Action]], path: str | Path) -> None:
-    """Write all actions of every stage, messages included (torch's ``compute_comms`` format)."""
-    rows = [[_cell(action, path) for action in actions] for actions in program]
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(rows)
+    """Write `program_to_csv` to a file."""
+    Path(path).write_text(program_to_csv(program))
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write the compute actions of every stage (torch's ``compute_only`` format)."""
-    write_program(schedule.actions, path)
+    """Write `to_csv` to a file."""
+    Path(path).write_text(to_csv(schedule))

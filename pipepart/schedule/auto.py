@@ -1,0 +1,160 @@
+"""The best schedule for given costs: every fixed one that fits, list schedules made for the costs, and small changes.
+
+The simulator judges. What comes out is never slower in simulation than the best fixed schedule within the memory limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from pipepart.errors import ScheduleError
+from pipepart.schedule.actions import Edges, Schedule, looped_placement, v_placement
+from pipepart.schedule.bounds import lower_bound
+from pipepart.schedule.costs import ChunkCosts
+from pipepart.schedule.fixed import gpipe, interleaved, one_f_one_b
+from pipepart.schedule.greedy import Policy, list_schedule
+from pipepart.schedule.improve import improve
+from pipepart.schedule.simulate import step_time
+from pipepart.schedule.validate import peak_activations
+from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v
+
+__all__ = ["Choice", "best_schedule"]
+
+_TIE = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best schedule found, how long its step takes, and what it was compared with."""
+
+    schedule: Schedule
+    step_time: float
+    bound: float
+    """No schedule over the placements considered can be shorter (memory left aside)."""
+    fixed: tuple[tuple[str, float], ...] = field(repr=False)
+    """The fixed schedules that fit in memory, with their step times."""
+
+    @property
+    def gap(self) -> float:
+        """How much shorter a step could be at most, as a part of the bound."""
+        return self.step_time / self.bound - 1 if self.bound else 0.0
+
+
+def _fixed(stages: int, microbatches: int, chunks: int, split: bool) -> Iterator[tuple[str, Schedule]]:
+    """All fixed schedules for so many chunks per stage, slack tried up to doubling the micro-batches in flight."""
+    slacks = sorted({0, 1, 2, stages // 2, stages})
+    slacks = [slack for slack in slacks if not slack or slack < microbatches]
+    if chunks == 1:
+        yield from ((f"1f1b slack={n}" if n else "1f1b", one_f_one_b(stages, microbatches, n)) for n in slacks)
+        if split:
+            yield "zb_h1", zb_h1(stages, microbatches)
+            yield "zb_h2", zb_h2(stages, microbatches)
+    else:
+        for n in slacks:
+            name = f"interleaved slack={n}" if n else "interleaved"
+            yield name, interleaved(stages, microbatches, chunks, n)
+        if chunks == 2 and split:
+            yield "zb_v", zb_v(stages, microbatches)
+    yield "gpipe", gpipe(stages, microbatches, chunks)
+
+
+def _policies(chunks: int, split: bool) -> list[Policy]:
+    """Policies to try, the most promising first."""
+    deep = (True, False) if chunks > 1 else (True,)
+    ways = [
+        Policy(split=True, forward_first=first, deep_first=d, patience=patience)
+        for patience, first, d in product((0.0, 1.0, 0.5), (False, True), deep)
+    ]
+    whole = [Policy(split=False, forward_first=first, deep_first=d) for first, d in product((False, True), deep)]
+    return ways[:3] + whole[:1] + ways[3:] + whole[1:] if split else whole
+
+
+def _limits(
+    stages: int, microbatches: int, placement: Sequence[int], costs: ChunkCosts, memory_limit: Sequence[float] | None
+) -> list[tuple[float, ...]]:
+    """Limits to try: the memory itself, and less, since less in flight can also be the shorter way."""
+    one = [sum(costs.activation[c] for c, home in enumerate(placement) if home == s) for s in range(stages)]
+    most = [microbatches * size for size in one] if memory_limit is None else list(memory_limit)
+    found = []
+    for count in (microbatches, stages, 2 * stages - 1, stages + 1):
+        limits = tuple(min(top, max(count, 1) * size) for top, size in zip(most, one))
+        if limits not in found:
+            found.append(limits)
+    ramp = tuple(min(top, (stages - s) * size) for s, (top, size) in enumerate(zip(most, one)))
+    return found if ramp in found else [*found, ramp]
+
+
+def best_schedule(
+    stages: int,
+    microbatches: int,
+    costs: ChunkCosts,
+    *,
+    edges: Edges | None = None,
+    placement: Sequence[int] | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    split: bool = True,
+    effort: int = 300_000,
+) -> Choice:
+    """The shortest schedule found for these chunks.
+
+    ``placement`` fixes where the chunks are; without it looped and (with several chunks per stage) V-shaped placement
+    are tried. ``memory_limit`` is what the live activations of a stage may weigh, in the unit of
+    ``costs.activation``, for all stages or for each. ``split=False`` leaves out schedules with ``I`` and ``W``.
+    ``effort`` bounds the search: about how many actions are scheduled and simulated in all, the fixed ones aside.
+    """
+    if placement is None and costs.chunks % stages:
+        raise ScheduleError(
+            f"auto: {costs.chunks} chunks cannot be spread evenly over {stages} stages; give a placement"
+        )
+    edges = costs.edges if edges is None else edges
+    limit = [float(memory_limit)] * stages if isinstance(memory_limit, (int, float)) else memory_limit
+    if limit is not None and len(limit) != stages:
+        raise ScheduleError(f"auto: memory_limit has {len(limit)} entries, expected one per stage ({stages})")
+    chunks = costs.chunks // stages
+    if placement is None:
+        placements = [looped_placement(stages, chunks)]
+        if chunks > 1 and stages > 1:
+            placements.append(v_placement(stages, chunks))
+    else:
+        placements = [tuple(placement)]
+    bound = min(
+        lower_bound(where, microbatches, costs, edges, split=way)
+        for where in placements
+        for way in ((False, True) if split else (False,))
+    )
+
+    def fits(schedule: Schedule) -> bool:
+        peaks = peak_activations(schedule, costs.activation, costs.kept_for_weight)
+        return limit is None or all(peak <= most * _TIE for peak, most in zip(peaks, limit))
+
+    best: tuple[float, Schedule] | None = None
+    judged: list[tuple[str, float]] = []
+    if costs.chunks % stages == 0:
+        for name, schedule in _fixed(stages, microbatches, chunks, split):
+            if schedule.placement in placements and fits(schedule):
+                time = step_time(schedule, costs, edges)
+                judged.append((name, time))
+                if best is None or time < best[0]:
+                    best = time, schedule
+    size = costs.chunks * microbatches * 3
+    tries = [
+        (where, policy, limits)
+        for policy in _policies(chunks, split)
+        for where in placements
+        for limits in _limits(stages, microbatches, where, costs, limit)
+    ]
+    for where, policy, limits in tries[: max(1, effort // (2 * size))]:
+        if best is not None and best[0] <= bound * _TIE:
+            break
+        schedule = list_schedule(where, microbatches, costs, edges=edges, limits=limits, policy=policy)
+        time = step_time(schedule, costs, edges)
+        if (best is None or time < best[0] / _TIE) and fits(schedule):
+            best = time, schedule
+    assert best is not None
+    if best[0] > bound * _TIE:
+        time, schedule = improve(best[1], costs, edges, fits=fits, rounds=effort // (2 * size), bound=bound)
+        if time < best[0] / _TIE:
+            best = time, replace(schedule, name="auto")
+    return Choice(best[1], best[0], bound, tuple(judged))
