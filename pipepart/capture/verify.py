@@ -1,0 +1,88 @@
+"""Replay a finished recording on the example and hold it against what the model itself returned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from pipepart.capture import state
+from pipepart.capture.execute import executable
+from pipepart.capture.recording import OpMeta, Recording
+from pipepart.errors import CaptureError
+
+__all__ = ["verify"]
+
+
+class _Replay(fx.Interpreter):
+    """Runs a graph node by node and remembers shape, dtype and requires_grad of each value."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module, garbage_collect_values=True)
+        self.seen: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        origin = n.meta.get("origin")
+        if origin is not None and isinstance(value, torch.Tensor):
+            size = value.numel() * value.element_size()
+            self.seen[origin] = (tuple(value.shape), value.dtype, size, value.requires_grad)
+        return value
+
+
+def verify(recording: Recording, leaves: Sequence[Any], expected: Sequence[Any], fake_mode: Any) -> None:
+    """Raise a `CaptureError` if the recording does not compute what the model computed; fill in the example's shapes.
+
+    `expected` are the flat outputs of the model, from the same random state.
+    """
+    body = executable(recording)
+    replay = _Replay(body)
+    with ExitStack() as stack:
+        stack.enter_context(state.preserved(recording.root))
+        stack.enter_context(torch.enable_grad())
+        if fake_mode is not None:
+            stack.enter_context(fake_mode)
+        got = replay.run(*leaves)
+    for i, (value, wanted) in enumerate(zip(got, expected)):
+        if isinstance(wanted, torch.Tensor):
+            problem = _difference(value, wanted, fake_mode is not None)
+            if problem:
+                raise CaptureError(
+                    f"{type(recording.root).__name__}: the recorded graph does not compute what the model computes: "
+                    f"output {i} {problem}.\n"
+                    "  likely: the model draws random numbers outside torch, or keeps results of an earlier call in "
+                    "Python objects\n  do: make it a function of its inputs, its parameters and torch's random numbers"
+                )
+    for node in recording.ops:
+        if node.op == "output" or node.name not in replay.seen:
+            continue
+        meta: OpMeta = node.meta["op"]
+        shape, dtype, nbytes, requires_grad = replay.seen[node.name]
+        if requires_grad != meta.requires_grad and meta.shape is not None and not meta.inplace:
+            raise CaptureError(
+                f"{type(recording.root).__name__}: op {node.name} (module {meta.module!r} at {meta.source}) "
+                f"{'requires' if requires_grad else 'does not require'} a gradient in the recorded graph, and "
+                f"{'does' if meta.requires_grad else 'does not'} in the model: it is run in another gradient mode"
+            )
+        if meta.shape is not None:
+            node.meta["op"] = dataclasses.replace(meta, shape=shape, dtype=dtype, nbytes=nbytes)
+
+
+def _difference(value: Any, wanted: torch.Tensor, fake: bool) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"is {type(value).__name__}, expected a tensor"
+    if value.shape != wanted.shape or value.dtype != wanted.dtype:
+        return f"is {value.dtype} {tuple(value.shape)}, expected {wanted.dtype} {tuple(wanted.shape)}"
+    if fake or torch.equal(value, wanted):
+        return ""
+    if value.is_floating_point() or value.is_complex():
+        tolerance = 1e-4 if value.dtype in (torch.float32, torch.float64, torch.complex64) else 2e-2
+        if torch.allclose(value, wanted, rtol=tolerance, atol=tolerance, equal_nan=True):
+            return ""
+        worst = (value - wanted).abs().max().item()
+        return f"differs by up to {worst:.3g}"
+    return "has other values"
