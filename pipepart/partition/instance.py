@@ -119,9 +119,9 @@ def make_instance(problem: Problem, graph: Quotient, chunks: int, *, require_wor
     seconds = np.array(
         [[link.seconds(tensor.size) + link.seconds(tensor.gradient) for _, tensor in tensors] for link in links]
     ).reshape(len(links), len(tensors))
-    total = math.fsum(compute.max(axis=0)) + math.fsum(extra.max(axis=0)) + 1e-300
+    total = math.fsum(compute.max(axis=0)) + math.fsum(extra.max(axis=0))
     total += math.fsum(seconds.max(axis=0)) if tensors else 0.0
-    scale = 2.0 ** (51 - math.ceil(math.log2(total)))
+    scale = math.ldexp(1.0, 51 - max(math.frexp(total)[1], -900))
     ticks = _round(compute * scale)
     allowed = forbidden == 0
     least = np.where(allowed, ticks, NEVER).min(axis=0)
