@@ -1,0 +1,42 @@
+// Start: read the data, choose the theme, draw the sections.
+(function (pp) {
+  "use strict";
+  if (typeof document === "undefined") return;
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const $ = (id) => document.getElementById(id);
+
+  function theme(name) {
+    document.documentElement.dataset.theme = name;
+    $("theme").textContent = name === "dark" ? "light" : "dark";
+  }
+  let wanted = null;
+  try { wanted = localStorage.getItem("pipepart-theme"); } catch { /* files may have no storage */ }
+  theme(wanted || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+  $("theme").addEventListener("click", () => {
+    const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    theme(next);
+    try { localStorage.setItem("pipepart-theme", next); } catch { /* the choice lasts as long as the page */ }
+  });
+
+  $("title").textContent = data.title;
+  $("subtitle").textContent = `plan ${data.plan.hash}`;
+  $("footer").textContent = `Made by pipepart. Plan ${data.plan.hash}, graph ${data.plan.graph_hash || "unknown"}; ` +
+    `${data.graph.columns.name.length} ops, ${data.plan.timeline.columns.stage.length} predicted events.`;
+
+  const timelines = [{ label: data.compare ? "A predicted" : "predicted", timeline: pp.unpackTimeline(data.plan.timeline) }];
+  if (data.measured) timelines.push({ label: data.compare ? "A measured" : "measured", timeline: pp.unpackTimeline(data.measured) });
+  if (data.compare) timelines.push({ label: "B predicted", timeline: pp.unpackTimeline(data.compare.timeline) });
+  pp.data = data;
+  pp.timelines = timelines;
+
+  pp.renderOverview($("overview"), data);
+  pp.renderCompare($("compare"), data);
+  pp.renderStages($("stages"), data, timelines);
+  pp.renderSchedule($("schedule"), timelines);
+  pp.renderWhatIf($("whatif"), data);
+  if (pp.renderGraph) pp.renderGraph($("graph"), data);
+  for (const section of document.querySelectorAll("main section")) {
+    if (!section.hidden) $("nav").append(pp.h("a", { href: `#${section.id}` }, section.dataset.title));
+  }
+  document.documentElement.dataset.ready = "yes";
+})((globalThis.pipepart = globalThis.pipepart || {}));

@@ -1,0 +1,206 @@
+// The schedules of pipepart.schedule, action for action: what every stage computes, in order.
+// An action is {kind, chunk, k}: kind F, B, I or W of one chunk and micro-batch k.
+(function (pp) {
+  "use strict";
+
+  const KINDS = {
+    gpipe: { summary: "all forwards, then all backwards" },
+    "1f1b": { summary: "one forward, one backward in turn", fixedChunks: 1, slack: true },
+    interleaved: { summary: "1F1B over several chunks per stage", slack: true },
+    zb_h1: { summary: "split backward, memory of 1F1B", fixedChunks: 1, splits: true },
+    zb_h2: { summary: "split backward, twice the memory", fixedChunks: 1, splits: true },
+    zb_v: { summary: "split backward, two chunks per stage in a V", fixedChunks: 2, splits: true },
+    forward: { summary: "forwards alone, for evaluation" },
+  };
+
+  const act = (kind, chunk, k) => ({ kind, chunk, k });
+
+  function loopedPlacement(stages, chunks) {
+    return Array.from({ length: stages * chunks }, (_, c) => c % stages);
+  }
+
+  function vPlacement(stages, chunks = 2) {
+    const found = [];
+    for (let turn = 0; turn < chunks; turn++)
+      for (let s = 0; s < stages; s++) found.push(turn % 2 === 0 ? s : stages - 1 - s);
+    return found;
+  }
+
+  function schedule(name, stages, microbatches, placement, actionsOf) {
+    const actions = [];
+    for (let s = 0; s < stages; s++) actions.push(actionsOf(s));
+    return { name, stages, microbatches, placement, actions };
+  }
+
+  function heldBy(stage, stages, chunks) {
+    return Array.from({ length: chunks }, (_, n) => stage + n * stages);
+  }
+
+  function gpipe(stages, microbatches, chunks) {
+    return schedule("gpipe", stages, microbatches, loopedPlacement(stages, chunks), (stage) => {
+      const held = heldBy(stage, stages, chunks), list = [];
+      for (const c of held) for (let k = 0; k < microbatches; k++) list.push(act("F", c, k));
+      for (const c of held.slice().reverse()) for (let k = 0; k < microbatches; k++) list.push(act("B", c, k));
+      return list;
+    });
+  }
+
+  function oneFOneB(stages, microbatches, slack) {
+    return schedule("1f1b", stages, microbatches, loopedPlacement(stages, 1), (stage) => {
+      const ahead = Math.min(microbatches, stages - stage + slack), list = [];
+      for (let k = 0; k < ahead; k++) list.push(act("F", stage, k));
+      for (let k = 0; k < microbatches; k++) {
+        list.push(act("B", stage, k));
+        if (k + ahead < microbatches) list.push(act("F", stage, k + ahead));
+      }
+      return list;
+    });
+  }
+
+  function groupSizes(stages, microbatches) {
+    const groups = Math.max(1, Math.floor(microbatches / stages));
+    const size = Math.floor(microbatches / groups), larger = microbatches % groups;
+    return Array.from({ length: groups }, (_, n) => (n < larger ? size + 1 : size));
+  }
+
+  function loopedOrder(held, groups) {
+    const order = [];
+    let first = 0;
+    for (const size of groups) {
+      for (const chunk of held) for (let k = first; k < first + size; k++) order.push([chunk, k]);
+      first += size;
+    }
+    return order;
+  }
+
+  function interleaved(stages, microbatches, chunks, slack) {
+    const groups = groupSizes(stages, microbatches), total = microbatches * chunks;
+    return schedule("interleaved", stages, microbatches, loopedPlacement(stages, chunks), (stage) => {
+      const held = heldBy(stage, stages, chunks);
+      const forwards = loopedOrder(held, groups), backwards = loopedOrder(held.slice().reverse(), groups);
+      const ahead = chunks === 1
+        ? Math.min(total, stages - stage + slack)
+        : Math.min(total, (chunks - 1) * groups[0] + 2 * (stages - stage - 1) + 1 + slack);
+      const list = [];
+      for (let n = 0; n < ahead; n++) list.push(act("F", ...forwards[n]));
+      for (let n = 0; n < total; n++) {
+        list.push(act("B", ...backwards[n]));
+        if (n + ahead < total) list.push(act("F", ...forwards[n + ahead]));
+      }
+      return list;
+    });
+  }
+
+  function forwardOnly(stages, microbatches, placement) {
+    const chunks = placement.length;
+    const held = Array.from({ length: stages }, () => []);
+    for (let c = chunks - 1; c >= 0; c--) held[placement[c]].push(c);
+    const arrived = [microbatches, ...Array(chunks).fill(0)], done = Array(chunks).fill(0);
+    const orders = Array.from({ length: stages }, () => []);
+    while (done[chunks - 1] < microbatches) {
+      const taken = held.map((mine) => mine.find((c) => done[c] < arrived[c]));
+      taken.forEach((chunk, stage) => {
+        if (chunk !== undefined) orders[stage].push(act("F", chunk, done[chunk]++));
+      });
+      for (const chunk of taken) if (chunk !== undefined) arrived[chunk + 1] = done[chunk];
+    }
+    return { name: "forward", stages, microbatches, placement, actions: orders };
+  }
+
+  function delayedWeights(name, stages, microbatches, depth) {
+    return schedule(name, stages, microbatches, loopedPlacement(stages, 1), (stage) => {
+      const ahead = Math.min(microbatches, depth * (stages - 1 - stage) + 1), lag = depth * stage, list = [];
+      for (let k = 0; k < ahead; k++) list.push(act("F", stage, k));
+      for (let k = 0; k < microbatches; k++) {
+        list.push(act("I", stage, k));
+        if (k >= lag) list.push(act("W", stage, k - lag));
+        if (k + ahead < microbatches) list.push(act("F", stage, k + ahead));
+      }
+      for (let k = Math.max(0, microbatches - lag); k < microbatches; k++) list.push(act("W", stage, k));
+      return list;
+    });
+  }
+
+  function zbVPattern(stages, microbatches) {
+    const last = 2 * stages - 1;
+    return schedule("zb_v", stages, microbatches, vPlacement(stages), (stage) => {
+      const full = Math.max(microbatches, 2 * stages - 1);
+      const chunk = { 0: stage, 1: last - stage };
+      const count = { F0: 0, F1: 0, I0: 0, I1: 0, W0: 0, W1: 0 }, list = [];
+      const take = (...names) => {
+        for (const name of names) {
+          const k = count[name]++;
+          if (k < microbatches) list.push(act(name[0], chunk[name[1]], k));
+        }
+      };
+      for (let n = 0; n < 2 * (stages - stage) - 1; n++) take("F0");
+      for (let n = 0; n < stage; n++) take("F1", "F0");
+      for (let n = 0; n < stages - stage; n++) take("F1", "I1", "W1");
+      while (count.F1 < full) take("F0", "I0", "W0", "F1", "I1", "W1");
+      for (let n = 0; n < stage; n++) take("I0", "I1");
+      for (let n = 0; n < stages - stage; n++) take("I0", "W0");
+      for (const name of ["W1", "W0"]) while (count[name] < full) take(name);
+      return list;
+    });
+  }
+
+  function zbV(stages, microbatches) {
+    const pattern = zbVPattern(stages, microbatches);
+    if (microbatches >= 2 * stages - 1) return pattern;
+    const even = pp.evenCosts(stages, 2);
+    const found = [pattern];
+    for (const forwardFirst of [false, true]) {
+      const limits = Array(stages).fill(stages);
+      found.push(pp.listSchedule("zb_v", vPlacement(stages), microbatches, even, limits, { patience: 0, forwardFirst }));
+    }
+    let best = null, bestKey = null;
+    for (const candidate of found) {
+      const key = [pp.simulate(candidate, even).stepTime, Math.max(...pp.peakActivations(candidate))];
+      if (!bestKey || key[0] < bestKey[0] || (key[0] === bestKey[0] && key[1] < bestKey[1])) {
+        best = candidate;
+        bestKey = key;
+      }
+    }
+    return best;
+  }
+
+  /** The schedule of that name; chunks is per stage. Throws with a sentence for the user when it cannot be. */
+  pp.makeSchedule = function (name, { stages, microbatches, chunks = 1, slack = 0, placement = null }) {
+    const kind = KINDS[name];
+    if (!kind) throw new Error(`schedule ${name} is not known`);
+    if (kind.fixedChunks && kind.fixedChunks !== chunks)
+      throw new Error(`${name} needs ${kind.fixedChunks} chunk${kind.fixedChunks > 1 ? "s" : ""} per stage, here are ${chunks}`);
+    if (!kind.slack) slack = 0;
+    switch (name) {
+      case "gpipe": return gpipe(stages, microbatches, chunks);
+      case "1f1b": return oneFOneB(stages, microbatches, slack);
+      case "interleaved": return interleaved(stages, microbatches, chunks, slack);
+      case "zb_h1": return delayedWeights("zb_h1", stages, microbatches, 1);
+      case "zb_h2": return delayedWeights("zb_h2", stages, microbatches, 2);
+      case "zb_v": return zbV(stages, microbatches);
+      default: return forwardOnly(stages, microbatches, placement || loopedPlacement(stages, chunks));
+    }
+  };
+
+  /** Per stage: the most that is live at once. It follows from the order alone. */
+  pp.peakActivations = function (schedule, activation = null, kept = 1) {
+    const forward = schedule.actions.every((list) => list.every((a) => a.kind === "F"));
+    return schedule.actions.map((list) => {
+      let live = 0, peak = 0;
+      for (const a of list) {
+        const size = activation ? activation[a.chunk] : 1;
+        if (a.kind === "F") {
+          live += size;
+          peak = Math.max(peak, live);
+          if (forward) live -= size;
+        } else if (a.kind === "B") live -= size;
+        else live -= size * (a.kind === "W" ? kept : 1 - kept);
+      }
+      return peak;
+    });
+  };
+
+  pp.SCHEDULE_KINDS = KINDS;
+  pp.vPlacement = vPlacement;
+  pp.loopedPlacement = loopedPlacement;
+})((globalThis.pipepart = globalThis.pipepart || {}));

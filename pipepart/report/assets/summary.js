@@ -1,0 +1,118 @@
+// The figures at the top, the chunks in a row, and two plans side by side.
+(function (pp) {
+  "use strict";
+  const { h } = pp;
+
+  const kpi = (name, value, note, id) => h("div", { class: "kpi", id }, h("span", {}, name), h("b", {}, value), h("span", {}, note));
+
+  function figures(data) {
+    const { plan } = data, found = [];
+    found.push(kpi("Step, predicted", pp.seconds(plan.step_time), `costs: ${plan.cost_source}`, "kpi-step"));
+    if (data.measured_step) {
+      const error = plan.step_time / data.measured_step - 1;
+      const word = Math.abs(error) < 5e-4 ? "as predicted" : `prediction ${pp.percent(Math.abs(error))} too ${error < 0 ? "low" : "high"}`;
+      found.push(kpi("Step, measured", pp.seconds(data.measured_step), word, "kpi-measured"));
+    }
+    found.push(kpi("Lower bound", pp.seconds(plan.lower_bound), "no split, no schedule is faster", "kpi-bound"));
+    found.push(kpi("Gap to the bound", pp.percent(plan.gap),
+      plan.proved ? "slowest stage optimal (proved)" : `slowest stage within ${pp.percent(plan.bottleneck_gap)} of optimal`, "kpi-gap"));
+    const measuredBubble = data.measured ? pp.unpackTimeline(data.measured).bubble : null;
+    found.push(kpi("Bubble", pp.percent(plan.bubble),
+      measuredBubble === null ? "device time without work" : `measured ${pp.percent(measuredBubble)}`, "kpi-bubble"));
+    const samples = plan.microbatches * plan.microbatch_size * plan.replicas;
+    const rate = data.measured_step ? samples / data.measured_step : plan.throughput;
+    found.push(kpi("Throughput", `${pp.count(rate)} /s`,
+      `${data.measured_step ? "measured" : "predicted"}, samples; ${pp.plural(plan.replicas, "replica")}`, "kpi-throughput"));
+    const peak = Math.max(...plan.memory.map((m) => m.weights + m.gradients + m.optimizer + m.activations));
+    found.push(kpi("Memory of the fullest stage", pp.bytes(peak), "weights, gradients, optimizer, activations", "kpi-memory"));
+    return h("div", { class: "kpis" }, found);
+  }
+
+  function strip(plan) {
+    const found = [];
+    const direct = new Map(plan.traffic.map((t) => [t.source * 65536 + t.target, t]));
+    plan.chunks.forEach((chunk, c) => {
+      if (c > 0) {
+        const t = direct.get((c - 1) * 65536 + c);
+        found.push(h("div", { class: "hop", "data-cut": c },
+          h("span", {}, t ? pp.bytes(t.forward_bytes) : "nothing"), h("i", {}),
+          h("span", {}, t && t.backward_bytes ? `back ${pp.bytes(t.backward_bytes)}` : "no gradient")));
+      }
+      found.push(h("button", {
+        class: "chunk", type: "button", "data-chunk": c, "data-stage": chunk.stage, colour: pp.stageColour(chunk.stage),
+        onclick: () => pp.showChunk && pp.showChunk(c),
+      },
+        h("b", {}, `stage ${chunk.stage}${plan.chunks_per_stage > 1 ? ` · chunk ${c}` : ""}`),
+        h("span", { class: "path" }, chunk.first === chunk.last ? chunk.first : `${chunk.first} … ${chunk.last}`),
+        h("span", {}, `${pp.plural(chunk.ops, "op")}, ${pp.count(chunk.parameters)} params`),
+        h("span", { class: "path" }, `F ${pp.seconds(chunk.forward)}, B ${pp.seconds(chunk.backward_input + chunk.backward_weight)}`)));
+    });
+    const skips = plan.traffic.filter((t) => t.target > t.source + 1);
+    const chips = skips.map((t) => h("span", { class: "chip skip", "data-skip": `${t.source}-${t.target}` },
+      `skip ${t.source} → ${t.target}: ${pp.bytes(t.forward_bytes)}`));
+    return [h("div", { class: "strip" }, found), chips.length ? h("div", { class: "chips" }, chips) : null];
+  }
+
+  pp.renderOverview = function (root, data) {
+    const { plan } = data;
+    root.append(h("h2", {}, "Overview"), figures(data),
+      h("p", { class: "note" },
+        `${plan.schedule}${plan.slack ? ` with slack ${plan.slack}` : ""}, ${pp.plural(plan.microbatches, "micro-batch")} of ${plan.microbatch_size}; ` +
+        `${pp.plural(plan.stages, "stage")} x ${pp.plural(plan.chunks_per_stage, "chunk")}; split: ${plan.method}. ` +
+        "Where the model was cut, and what one micro-batch sends over each cut:"),
+      ...strip(plan).filter(Boolean));
+    if (data.graph.tied.length) {
+      root.append(h("div", { class: "chips" }, data.graph.tied.map(([name, ops]) =>
+        h("span", { class: "chip" }, `tied weight ${name}: ${pp.plural(ops.length, "use")}`))));
+    }
+    if (plan.baselines.length) {
+      root.append(h("p", { class: "note" }, "Throughput against simpler splits with the same schedule: " +
+        plan.baselines.map(([name, seconds]) => `${(seconds / plan.step_time).toFixed(2)} x ${name}`).join(", ") + "."));
+    }
+  };
+
+  pp.renderCompare = function (root, data) {
+    const a = data.plan, b = data.compare;
+    if (!b) return;
+    root.hidden = false;
+    const peak = (plan) => Math.max(...plan.memory.map((m) => m.weights + m.gradients + m.optimizer + m.activations));
+    const sent = (plan) => plan.traffic.reduce((sum, t) => sum + t.forward_bytes + t.backward_bytes, 0);
+    const slowest = (plan) => Math.max(...pp.unpackTimeline(plan.timeline).busy);
+    const rows = [
+      ["step", a.step_time, b.step_time, pp.seconds, -1],
+      ["throughput (samples/s)", a.throughput, b.throughput, pp.count, 1],
+      ["bubble", a.bubble, b.bubble, pp.percent, -1],
+      ["lower bound", a.lower_bound, b.lower_bound, pp.seconds, 0],
+      ["gap to the bound", a.gap, b.gap, pp.percent, 0],
+      ["busiest stage", slowest(a), slowest(b), pp.seconds, -1],
+      ["memory of the fullest stage", peak(a), peak(b), pp.bytes, -1],
+      ["sent per micro-batch", sent(a), sent(b), pp.bytes, -1],
+    ];
+    const text = (plan) => [["schedule", plan.schedule], ["micro-batches", `${plan.microbatches} x ${plan.microbatch_size}`],
+      ["stages x chunks", `${plan.stages} x ${plan.chunks_per_stage}`], ["replicas", plan.replicas], ["slack", plan.slack]];
+    const body = text(a).map(([name, value], n) =>
+      h("tr", {}, h("td", {}, name), h("td", {}, value), h("td", {}, text(b)[n][1]), h("td", {}, "")));
+    for (const [name, x, y, show, sign] of rows) {
+      const change = x ? y / x - 1 : null, better = sign && change && Math.abs(change) > 5e-4 ? change * sign > 0 : null;
+      body.push(h("tr", {}, h("td", {}, name), h("td", {}, show(x)), h("td", {}, show(y)),
+        h("td", { class: better === null ? null : better ? "better" : "worse" },
+          change === null ? "" : `${change > 0 ? "+" : ""}${(100 * change).toFixed(1)} %`)));
+    }
+    root.append(h("h2", {}, "Compare"),
+      h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["", `A ${a.hash.slice(0, 8)}`, `B ${b.hash.slice(0, 8)}`, "B against A"].map((t) => h("th", {}, t)))), h("tbody", {}, body))),
+      h("h3", {}, "A"), ...strip(a).filter(Boolean), h("h3", {}, "B"), ...strip(b).filter(Boolean));
+    if (data.same_ops) {
+      const moved = new Map();
+      let count = 0;
+      a.chunk_of.forEach((chunk, op) => {
+        const from = a.placement[chunk], to = b.placement[b.chunk_of[op]];
+        if (from === to) return;
+        count++;
+        moved.set(`stage ${from} → ${to}`, (moved.get(`stage ${from} → ${to}`) || 0) + 1);
+      });
+      root.append(h("p", { class: "note", id: "moved" }, count
+        ? `${pp.plural(count, "op")} of ${a.chunk_of.length} on another stage: ${[...moved].map(([way, n]) => `${way}: ${n}`).join(", ")}.`
+        : "Every op is on the same stage in both plans."));
+    }
+  };
+})((globalThis.pipepart = globalThis.pipepart || {}));

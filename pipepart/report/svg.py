@@ -1,0 +1,165 @@
+"""A partition and its schedule as one standalone SVG, for papers and readmes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from pipepart.planning.describe import format_bytes, format_seconds
+from pipepart.planning.plan import Plan
+from pipepart.schedule import COMPUTE, Timeline
+
+__all__ = ["static_svg", "write_svg"]
+
+STAGES = (
+    "#3b7dd8", "#e8833a", "#2a9d6f", "#c9489a", "#8a63d2", "#b8930b",
+    "#1799ad", "#d64545", "#6b8e23", "#9c6644", "#5c6bc0", "#7a8794",
+)  # fmt: skip
+KINDS = {"F": "#4c86e8", "B": "#ef9b3b", "I": "#d9783d", "W": "#9a76d8", "SEND": "#2f9e8f", "REDUCE": "#c05299"}
+_NAMES = {
+    "F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "SEND": "message", "REDUCE": "gradient sum",
+}  # fmt: skip
+_THEMES = {"light": ("#ffffff", "#1a1f27", "#5a6472", "#eef0f4"), "dark": ("#12151b", "#e6e9ef", "#9aa5b5", "#232a35")}
+_LETTER = 6.1
+"""Mean width of a letter of 11 px, generously."""
+
+
+class _Drawing:
+    """Elements one after the other, with the colours of a theme."""
+
+    def __init__(self, width: float, theme: str) -> None:
+        self.width = width
+        self.paper, self.ink, self.soft, self.faint = _THEMES[theme]
+        self.parts: list[str] = []
+
+    def rect(self, x: float, y: float, width: float, height: float, fill: str, more: str = "") -> None:
+        size = f'width="{max(0.0, width):.2f}" height="{height:.2f}"'
+        self.parts.append(f'<rect x="{x:.2f}" y="{y:.2f}" {size} fill="{fill}"{more}/>')
+
+    def text(self, x: float, y: float, words: str, *, size: float = 11, fill: str = "", anchor: str = "start", bold: bool = False) -> None:
+        weight = ' font-weight="600"' if bold else ""
+        self.parts.append(
+            f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size}" fill="{fill or self.ink}" text-anchor="{anchor}"{weight}>'
+            f"{escape(words)}</text>"
+        )
+
+    def path(self, d: str, stroke: str, more: str = "") -> None:
+        self.parts.append(f'<path d="{d}" fill="none" stroke="{stroke}"{more}/>')
+
+    def finish(self, height: float, title: str) -> str:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{height:g}" '
+            f'viewBox="0 0 {self.width:g} {height:g}" font-family="Helvetica, Arial, sans-serif" role="img">'
+        )
+        label = f"<title>{escape(title)}</title>"
+        paper = f'<rect width="{self.width:g}" height="{height:g}" fill="{self.paper}"/>'
+        return "\n".join([head, label, paper, *self.parts, "</svg>"]) + "\n"
+
+
+def _fit(words: str, width: float) -> str:
+    """As much of the end of a name as fits."""
+    room = int(width / _LETTER)
+    if len(words) <= room:
+        return words
+    return "…" + words[len(words) - room + 1 :] if room > 1 else ""
+
+
+def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
+    """The chunks in a row, what passes from each to the next, and skips as arcs above them."""
+    count = len(plan.chunks)
+    per_row = min(count, max(1, int((drawing.width - 20) // 150)))
+    hop = 46.0
+    box = (drawing.width - 20 - hop * (per_row - 1)) / per_row
+    rows = -(-count // per_row)
+    skips = [item for item in plan.traffic if item.skip]
+    height, above = 66.0, (20.0 + 12 * min(3, len(skips)) if skips and rows == 1 else 8.0)
+    traffic = {(item.source, item.target): item for item in plan.traffic}
+
+    def corner(chunk: int) -> tuple[float, float]:
+        return 10 + (chunk % per_row) * (box + hop), top + above + (chunk // per_row) * (height + 26)
+
+    for index, chunk in enumerate(plan.chunks):
+        x, y = corner(index)
+        colour = STAGES[chunk.stage % len(STAGES)]
+        drawing.rect(x, y, box, height, colour, ' fill-opacity="0.12" rx="5"')
+        drawing.rect(x, y, box, 4, colour)
+        name = f"stage {chunk.stage}" + (f", chunk {index}" if plan.chunks_per_stage > 1 else "")
+        drawing.text(x + 8, y + 19, _fit(name, box - 12), bold=True)
+        drawing.text(x + 8, y + 33, _fit(chunk.first, box - 12), fill=drawing.soft, size=10)
+        drawing.text(x + 8, y + 46, _fit(chunk.last if chunk.last != chunk.first else "", box - 12), fill=drawing.soft, size=10)
+        times = f"F {format_seconds(chunk.forward)}  B {format_seconds(chunk.backward)}"
+        drawing.text(x + 8, y + 60, _fit(times, box - 12), size=10)
+        item = traffic.get((index, index + 1))
+        if item is not None:
+            sent = format_bytes(item.forward_bytes)
+            if (index + 1) % per_row:
+                middle = y + height / 2
+                drawing.path(f"M{x + box + 3:.1f} {middle:.1f}h{hop - 10:.1f}", drawing.soft, ' stroke-width="1.4" marker-end="url(#tip)"')
+                drawing.text(x + box + hop / 2, middle - 5, sent, size=9, fill=drawing.soft, anchor="middle")
+            else:
+                drawing.text(x + box, y + height + 14, f"{sent} to chunk {index + 1}", size=9, fill=drawing.soft, anchor="end")
+    if rows == 1:
+        for number, item in enumerate(skips[:12]):
+            x1, y1 = corner(item.source)
+            x2, _ = corner(item.target)
+            a, b, lift = x1 + box / 2, x2 + box / 2, 12 + 12 * (number % 3)
+            drawing.path(f"M{a:.1f} {y1:.1f}C{a:.1f} {y1 - lift:.1f} {b:.1f} {y1 - lift:.1f} {b:.1f} {y1 - 1:.1f}", drawing.soft, ' stroke-dasharray="5 3" marker-end="url(#tip)"')
+            drawing.text((a + b) / 2, y1 - lift * 0.75 - 3, format_bytes(item.forward_bytes), size=9, fill=drawing.soft, anchor="middle")
+    return top + above + rows * (height + 26)
+
+
+def _chart(drawing: _Drawing, timeline: Timeline, label: str, top: float, span: float) -> float:
+    """One timeline as a Gantt chart, `span` seconds wide."""
+    left, plot, lane = 62.0, drawing.width - 72, 18.0
+    scale = plot / span if span else 0.0
+    figures = f"{label}: {format_seconds(timeline.step_time)}, bubble {timeline.bubble:.1%}"
+    drawing.text(10, top + 12, figures, bold=True)
+    y = top + 20
+    rows = []
+    for stage in range(timeline.stages):
+        rows.append(y)
+        drawing.text(10, y + 13, f"stage {stage}", fill=drawing.soft)
+        drawing.rect(left, y, timeline.step_time * scale, lane, drawing.faint)
+        y += lane + 7
+    for event in timeline.events:
+        kind = event.action.kind
+        if kind not in KINDS:
+            continue
+        x, width = left + event.start * scale, event.duration * scale
+        compute = kind in COMPUTE
+        edge = f' stroke="{drawing.paper}" stroke-width="0.5"'
+        drawing.rect(x, rows[event.stage] + (0 if compute else lane), width, lane if compute else 4, KINDS[kind], edge)
+        words = str(event.action.microbatch)
+        if compute and width > len(words) * 6 + 3:
+            ink = "#ffffff" if kind in ("F", "W") else "#241500"
+            drawing.text(x + width / 2, rows[event.stage] + 13, words, size=10, fill=ink, anchor="middle")
+    return y
+
+
+def static_svg(plan: Plan, *, measured: Timeline | None = None, width: float = 900, theme: str = "light", title: str = "") -> str:
+    """The partition above its schedule, predicted and (if given) measured, as the text of a standalone SVG."""
+    drawing = _Drawing(width, theme)
+    drawing.parts.append(
+        '<defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto">'
+        f'<path d="M0 0L6 3L0 6z" fill="{drawing.soft}"/></marker></defs>'
+    )
+    heading = title or f"{plan.stages} stages, {plan.schedule}, {plan.microbatches} micro-batches"
+    drawing.text(10, 20, heading, size=14, bold=True)
+    y = _partition(drawing, plan, 28)
+    timelines = [("predicted", plan.timeline)] + ([("measured", measured)] if measured is not None else [])
+    span = max(timeline.step_time for _, timeline in timelines)
+    for label, timeline in timelines:
+        y = _chart(drawing, timeline, label, y + 4, span)
+    kinds = {event.action.kind for _, timeline in timelines for event in timeline.events}
+    x = 10.0
+    for kind in (kind for kind in KINDS if kind in kinds):
+        drawing.rect(x, y + 8, 11, 11, KINDS[kind])
+        drawing.text(x + 16, y + 17.5, _NAMES[kind], fill=drawing.soft)
+        x += 34 + len(_NAMES[kind]) * _LETTER
+    return drawing.finish(y + 28, heading)
+
+
+def write_svg(path: str | Path, plan: Plan, *, measured: Timeline | None = None, width: float = 900, theme: str = "light", title: str = "") -> Path:
+    """Write `static_svg` to a file."""
+    Path(path).write_text(static_svg(plan, measured=measured, width=width, theme=theme, title=title), encoding="utf-8")
+    return Path(path)
