@@ -6,15 +6,18 @@ from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule,
 from pipepart.schedule.auto import Choice, best_schedule
 from pipepart.schedule.bounds import lower_bound
 from pipepart.schedule.costs import ChunkCosts
+from pipepart.schedule.gantt import GANTT_LEGEND, gantt
 from pipepart.schedule.messages import channels, pair_order, program
 from pipepart.schedule.registry import SCHEDULES, ScheduleKind, make_schedule
 from pipepart.schedule.simulate import simulate, step_time
+from pipepart.schedule.table import Row, compare, format_table, table
 from pipepart.schedule.timeline import Event, Timeline
 from pipepart.schedule.torch_csv import from_csv, read_csv, read_program, to_csv, write_csv, write_program
 from pipepart.schedule.validate import Validated, peak_activations, validate, validate_program
 
 __all__ = [
     "COMPUTE",
+    "GANTT_LEGEND",
     "SCHEDULES",
     "Action",
     "Choice",
@@ -22,13 +25,17 @@ __all__ = [
     "Edges",
     "Event",
     "Message",
+    "Row",
     "Schedule",
     "ScheduleKind",
     "Timeline",
     "Validated",
     "best_schedule",
     "channels",
+    "compare",
+    "format_table",
     "from_csv",
+    "gantt",
     "looped_placement",
     "lower_bound",
     "make_schedule",
@@ -39,6 +46,7 @@ __all__ = [
     "read_program",
     "simulate",
     "step_time",
+    "table",
     "to_csv",
     "v_placement",
     "validate",

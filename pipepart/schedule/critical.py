@@ -26,6 +26,7 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
     computed: dict[tuple[str, int, int], Event] = {}
     sent: dict[tuple[str, int, int, int], Event] = {}
     lanes: dict[tuple[str, int], list[Event]] = {}
+    home = {event.action.chunk: event.stage for event in timeline.events if event.action.kind in COMPUTE}
     for event in timeline.events:
         action = event.action
         if action.kind in COMPUTE:
@@ -36,7 +37,7 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
             assert action.peer is not None
             sent[action.payload, action.chunk, action.peer, action.microbatch] = event
             lanes.setdefault(("out", event.stage), []).append(event)
-            lanes.setdefault(("in", action.peer), []).append(event)
+            lanes.setdefault(("in", home.get(action.peer, -1)), []).append(event)
         elif action.kind == "REDUCE":
             lanes.setdefault(("reduce", event.stage), []).append(event)
     for lane in lanes.values():
@@ -63,10 +64,14 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
         action = event.action
         chunk, k = action.chunk, action.microbatch
         if action.kind == "SEND":
-            payload, peer = action.payload or "F", action.peer or 0
-            return [computed.get((payload, chunk, k)), before(("out", event.stage), event), before(("in", peer), event)]
+            made = computed.get((action.payload or "F", chunk, k))
+            receiver = home.get(-1 if action.peer is None else action.peer, -1)
+            return [made, before(("out", event.stage), event), before(("in", receiver), event)]
         if action.kind == "REDUCE":
-            return [before(("compute", event.stage), event), before(("reduce", event.stage), event)]
+            own = [before(("compute", event.stage), event), before(("reduce", event.stage), event)]
+            if any(e is not None and e.end >= event.start - 1e-12 for e in own):
+                return own
+            return own + [before(("compute", stage), event) for stage in range(timeline.stages)]
         same = before(("compute", event.stage), event)
         if action.kind == "F":
             return [same, *(produced("F", source, chunk, k) for source in sources.get(chunk, ()))]

@@ -1,7 +1,7 @@
 """Schedules with a full backward: GPipe, 1F1B, interleaved 1F1B, and forward-only for evaluation.
 
-Each generator gives the compute actions of every stage. Pictures: time runs to the right, one row per stage,
-digits are micro-batches, a backward (drawn upper case as letters ``A`` = 0, ``B`` = 1, ...) takes as long as a forward.
+Each generator gives the compute actions of every stage. The pictures are those of `gantt`: time runs to the right,
+digits are forwards of micro-batches 0, 1, ..., letters A, B, ... their backwards, which take twice as long.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
     ::
 
-        0 1 2 3 . . . . . . A B C D
-        . 0 1 2 3 . . . . A B C D .
-        . . 0 1 2 3 . . A B C D . .
-        . . . 0 1 2 3 A B C D . . .
+        stage  0  0123.........AABBCCDD
+        stage  1  .0123......AABBCCDD..
+        stage  2  ..0123...AABBCCDD....
+        stage  3  ...0123AABBCCDD......
 
     With several chunks per stage: all micro-batches through a chunk, then through the next (breadth first).
     """
@@ -42,10 +42,10 @@ def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
 
     ::
 
-        0 1 2 3 . . . A 4 B 5 C . D . E . F      (p = 4, m = 6)
-        . 0 1 2 . . A 3 B 4 C 5 D . E . F .
-        . . 0 1 . A 2 B 3 C 4 D 5 E . F . .
-        . . . 0 A 1 B 2 C 3 D 4 E 5 F . . .
+        stage  0  0123......AA4BB5CC.DD.EE.FF
+        stage  1  .012....AA3BB4CC5DD.EE.FF..
+        stage  2  ..01..AA2BB3CC4DD5EE.FF....
+        stage  3  ...0AA1BB2CC3DD4EE5FF......
 
     ``slack`` more micro-batches are let in before the first backward. The step is the same when all takes its
     time exactly; when times vary, or links take time, a stage has work in hand while it waits. Costs ``slack`` more
@@ -84,10 +84,12 @@ def interleaved(stages: int, microbatches: int, chunks: int, slack: int = 0) -> 
     """1F1B over v chunks per stage (Narayanan et al. 2021): bubble ``(p-1)(F+B)/v``, ``p + (p-1)/v`` activations.
 
     A stage holds chunks ``i, i+p, i+2p, ...``; micro-batches pass in groups of p, so that the first comes round to
-    chunk ``i+p`` just when the last of the group has left chunk ``i``. Lower row: the second chunk (p = 2, v = 2)::
+    chunk ``i+p`` just when the last of the group has left chunk ``i``::
 
-        chunk 0, 2    0 1 0' 1' 2 A' 3 B' ...
-        chunk 1, 3    . 0 1 0' A' 1' B' 2 ...
+        stage  0 chunk  0  01..2...3...AA.BB......CCDD
+        stage  0 chunk  2  ..01..AA.BB2..3...CC.DD....
+        stage  1 chunk  1  .01......2AA3BB......CCDD..
+        stage  1 chunk  3  ...0AA1BB......2CC3DD......
 
     Micro-batches that do not divide by p pass in groups of p or a few more; fewer than p make one small group.
     """
@@ -117,10 +119,10 @@ def forward_only(stages: int, microbatches: int, placement: Sequence[int]) -> Sc
 
     ::
 
-        0 1 2 3 . . .
-        . 0 1 2 3 . .
-        . . 0 1 2 3 .
-        . . . 0 1 2 3
+        stage  0  0123...
+        stage  1  .0123..
+        stage  2  ..0123.
+        stage  3  ...0123
 
     In each unit of time a stage takes what is ready from its latest chunk, so that activations never pile up.
     """

@@ -1,7 +1,7 @@
 """Schedules that split the backward into ``I`` (input gradient, which others wait for) and ``W`` (weight gradient).
 
-``W`` can be done at any later time, so it fills what would be bubble (Qi et al. 2023). In the pictures digits are
-forwards, capital letters ``I`` and small letters ``W`` of micro-batches 0, 1, ... = a, b, ...
+``W`` can be done at any later time, so it fills what would be bubble (Qi et al. 2023). In the pictures (by `gantt`)
+digits are forwards of micro-batches 0, 1, ..., capital letters A, B, ... their ``I`` and small letters their ``W``.
 """
 
 from __future__ import annotations
@@ -39,12 +39,30 @@ def _delayed_weights(name: str, stages: int, microbatches: int, depth: int) -> S
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """Zero bubble with the memory of 1F1B's first stage: bubble ``(p-1)(F+I-W)``, p activations on every stage."""
+    """Zero bubble with the memory of 1F1B's first stage: bubble ``(p-1)(F+I-W)``, p activations on every stage.
+
+    ::
+
+        stage  0  0123...Aa4Bb5CcDdEeFf
+        stage  1  .012..A3Ba4Cb5DcEdFef
+        stage  2  ..01.A2B3Ca4Db5EcFdef
+        stage  3  ...0A1B2C3Da4Eb5Fcdef
+    """
     return _delayed_weights("zb_h1", stages, microbatches, 1)
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Zero bubble with twice the memory: bubble ``(p-1)(F+I-2W)`` between steps without a barrier, 2p-1 activations."""
+    """Zero bubble with twice the memory: bubble ``(p-1)(F+I-2W)``, 2p-1 activations on every stage.
+
+    That is the bubble of steps in a row: a stage goes on to its next step while later stages finish this one. With
+    a barrier after each step the last stage's late start remains, as everywhere.
+
+    ::
+
+        stage  0  01234Aa5BbCcDdEeFf..
+        stage  1  .012A3B4Ca5DbEcFdef.
+        stage  2  ..0A1B2C3D4Ea5Fbcdef
+    """
     return _delayed_weights("zb_h2", stages, microbatches, 2)
 
 
@@ -52,7 +70,14 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     """Two chunks per stage placed down and up again (Qi et al. 2023, section 6): no bubble when F = I = W.
 
     The first stage holds the first and the last chunk, so backwards start as soon as the first micro-batch is round,
-    and p activations per stage are enough to be busy from a stage's first forward to the end.
+    and p activations per stage are enough to be busy from a stage's first forward to the end::
+
+        stage  0 chunk  0  01234.........Aa...Bb...CcDdEe..
+        stage  0 chunk  5  .....0Aa1Bb2Cc..3Dd..4Ee........
+        stage  1 chunk  1  .012.3......4Aa...Bb...C.DcEd.e.
+        stage  1 chunk  4  ....0.1Aa2Bb...3Cc..4Dd.E....e..
+        stage  2 chunk  2  ..0.1.2...3Aa...4Bb...C.D.Ec..de
+        stage  2 chunk  3  ...0.1.2Aa...3Bb...4Cc.D.E..de..
 
     The order is a fixed pattern, with no hole from about 1.5 p micro-batches on. For p micro-batches and fewer memory
     is no limit, and plain list scheduling (backwards first, later chunk first) is as short as can be.
