@@ -43,18 +43,15 @@ class Choice:
 
 
 def _fixed(stages: int, microbatches: int, chunks: int, split: bool) -> Iterator[tuple[str, Schedule]]:
-    """All fixed schedules for so many chunks per stage, slack tried up to doubling the micro-batches in flight."""
-    slacks = sorted({0, 1, 2, stages // 2, stages})
-    slacks = [slack for slack in slacks if not slack or slack < microbatches]
+    """All fixed schedules for so many chunks per stage, 1F1B also with slack."""
     if chunks == 1:
+        slacks = [slack for slack in sorted({0, 1, stages // 2, stages - 1}) if slack == 0 or slack < microbatches]
         yield from ((f"1f1b slack={n}" if n else "1f1b", one_f_one_b(stages, microbatches, n)) for n in slacks)
         if split:
             yield "zb_h1", zb_h1(stages, microbatches)
             yield "zb_h2", zb_h2(stages, microbatches)
     else:
-        for n in slacks:
-            name = f"interleaved slack={n}" if n else "interleaved"
-            yield name, interleaved(stages, microbatches, chunks, n)
+        yield "interleaved", interleaved(stages, microbatches, chunks)
         if chunks == 2 and split:
             yield "zb_v", zb_v(stages, microbatches)
     yield "gpipe", gpipe(stages, microbatches, chunks)

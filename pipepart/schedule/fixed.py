@@ -47,13 +47,16 @@ def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
         stage  2  ..01..AA2BB3CC4DD5EE.FF....
         stage  3  ...0AA1BB2CC3DD4EE5FF......
 
-    ``slack`` more micro-batches are let in before the first backward. The step is the same when all takes its
-    time exactly; when times vary, or links take time, a stage has work in hand while it waits. Costs ``slack`` more
-    activations per stage.
+    ``slack`` lets that many more micro-batches in at the first stage before its first backward, and fewer at later
+    stages, none at the last: the slack is a stock between neighbours. The step is the same when links are free and all
+    takes its time exactly; when times vary, or links take time, a stage has work in hand while it waits. A slack of
+    ``p - 1`` gives one micro-batch of stock at every cut. (The same extra on all stages would be of no use: the stock
+    between two stages is the difference.)
     """
 
     def actions(stage: int) -> Iterator[Action]:
-        ahead = min(microbatches, stages - stage + slack)
+        after = stages - 1 - stage
+        ahead = min(microbatches, after + 1 + (-(-slack * after // (stages - 1)) if after else 0))
         yield from (Action("F", stage, k) for k in range(ahead))
         for k in range(microbatches):
             yield Action("B", stage, k)
@@ -80,7 +83,7 @@ def _looped_order(held: Sequence[int], groups: Sequence[int]) -> list[tuple[int,
     return order
 
 
-def interleaved(stages: int, microbatches: int, chunks: int, slack: int = 0) -> Schedule:
+def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over v chunks per stage (Narayanan et al. 2021): bubble ``(p-1)(F+B)/v``, ``p + (p-1)/v`` activations.
 
     A stage holds chunks ``i, i+p, i+2p, ...``; micro-batches pass in groups of p, so that the first comes round to
@@ -101,9 +104,8 @@ def interleaved(stages: int, microbatches: int, chunks: int, slack: int = 0) -> 
         held = range(stage, stages * chunks, stages)
         forwards = _looped_order(held, groups)
         backwards = _looped_order(held[::-1], groups)
-        ahead = min(total, (chunks - 1) * groups[0] + 2 * (stages - stage - 1) + 1 + slack)
-        if chunks == 1:
-            ahead = min(total, stages - stage + slack)
+        after = stages - 1 - stage
+        ahead = min(total, (chunks - 1) * groups[0] + 2 * after + 1 if chunks > 1 else after + 1)
         yield from (Action("F", *forwards[n]) for n in range(ahead))
         for n in range(total):
             yield Action("B", *backwards[n])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,21 +43,22 @@ def lower(graph: ActionGraph) -> Lowered:
     placement = graph.schedule.placement
     receivers = _receivers(graph.schedule, graph.edges)
     lists: list[list[Action]] = [[] for _ in range(graph.schedule.stages)]
-    one_way: dict[Pair, list[Message]] = {}
-    both_ways: dict[Pair, list[Message]] = {}
+    one_way: defaultdict[Pair, list[Message]] = defaultdict(list)
+    both_ways: defaultdict[Pair, list[Message]] = defaultdict(list)
     for n in graph.linear_order():
         action, here = graph.actions[n], graph.stage[n]
         lists[here].append(action)
         if action.kind == "W":
             continue
         payload = "F" if action.kind == "F" else "B"
-        for target in receivers[action.kind][action.chunk]:
-            message = Message(payload, action.chunk, target, action.microbatch)
+        chunk, k = action.chunk, action.microbatch
+        for target in receivers[action.kind][chunk]:
+            message = Message(payload, chunk, target, k)
             there = placement[target]
-            lists[here].append(message.send)
-            lists[there].append(message.recv)
-            one_way.setdefault((here, there), []).append(message)
-            both_ways.setdefault((min(here, there), max(here, there)), []).append(message)
+            lists[here].append(Action("SEND", chunk, k, target, payload))
+            lists[there].append(Action("RECV", target, k, chunk, payload))
+            one_way[here, there].append(message)
+            both_ways[(here, there) if here < there else (there, here)].append(message)
     return Lowered(
         tuple(map(tuple, lists)),
         {pair: tuple(one_way[pair]) for pair in sorted(one_way)},

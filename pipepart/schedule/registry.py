@@ -44,10 +44,9 @@ def _kinds() -> dict[str, ScheduleKind]:
         ),
         ScheduleKind(
             "interleaved",
-            lambda p, m, v, slack: interleaved(p, m, v, slack),
+            lambda p, m, v, slack: interleaved(p, m, v),
             "1f1b over several chunks per stage: the bubble divided by their number",
             usual_chunks=2,
-            takes_slack=True,
         ),
         ScheduleKind(
             "zb_h1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, overload
 
 from pipepart.errors import ScheduleError
@@ -77,13 +78,14 @@ def run_graph(
 
     def begin(stage: int) -> None:
         """Fix the times of a stage's next actions, as far as all they need is known to arrive."""
-        n = cursor[stage]
+        n, time = cursor[stage], free[stage]
         while n < first[stage + 1] and not waiting[n]:
-            start[n] = max(free[stage], arrived[n])
-            end[n] = free[stage] = start[n] + seconds[n]
-            heapq.heappush(running, (end[n], n))
+            begun = arrived[n] if arrived[n] > time else time
+            time = begun + seconds[n]
+            start[n], end[n] = begun, time
+            heapq.heappush(running, (time, n))
             n += 1
-        cursor[stage] = n
+        cursor[stage], free[stage] = n, time
 
     for stage in range(schedule.stages):
         begin(stage)
@@ -103,7 +105,10 @@ def run_graph(
                         cost = costs.send_forward.get((action.chunk, target), 0.0)
                     else:
                         cost = costs.send_backward.get((target, action.chunk), 0.0)
-                    leave, sent[target] = links.arrival(now, stage, home, cost)
+                    if cost:
+                        leave, sent[target] = links.arrival(now, stage, home, cost)
+                    else:
+                        leave = sent[target] = now
                     if cost and sends is not None:
                         payload = "F" if action.kind == "F" else "B"
                         move = Action("SEND", action.chunk, action.microbatch, target, payload)
@@ -177,7 +182,7 @@ def simulate(
     events = [Event(graph.stage[n], action, start[n], end[n]) for n, action in enumerate(graph.actions)]
     events += sends
     events += _reductions(graph, costs, end)
-    events.sort(key=lambda event: (event.start, event.end, event.stage))
+    events.sort(key=attrgetter("start"))
     return Timeline(schedule.stages, tuple(events), graph.edges, costs.activation, costs.kept_for_weight)
 
 
