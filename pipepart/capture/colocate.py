@@ -58,6 +58,8 @@ def colocated(recording: Recording) -> list[tuple[fx.Node, ...]]:
         users = [user for user in node.users if user.op != "output"]
         if meta.shape is None and not meta.is_number and not meta.replicable:
             groups.join([node, *users])
+        if node.target == "register_hook" and node.args[0].op not in ("placeholder", "get_attr"):  # type: ignore
+            groups.join([node.args[0], node])  # type: ignore[list-item]
         if node.target is intrinsics.check:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.op != "placeholder" and not source.meta["op"].replicable:

@@ -62,7 +62,7 @@ def apply_function(kind: Any) -> Callable[..., Any]:
 
 def opaque_function(function: Any, name: str) -> Callable[..., Any]:
     """A callable that fx cannot name (a scripted function, a wrapper of a compiled one) as a plain function."""
-    key = (id(function), name)
+    key = (function, name)
     if key not in _functions:
 
         def call(*args: Any, **kwargs: Any) -> Any:

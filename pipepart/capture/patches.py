@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.apis as functorch_apis
 import torch.nn as nn
 import torch.utils.checkpoint as checkpointing
 
@@ -20,6 +21,8 @@ _OPEN = (
     nn.Sequential,
     nn.ModuleList,
     nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
     nn.Transformer,
     nn.TransformerEncoder,
     nn.TransformerDecoder,
@@ -38,14 +41,17 @@ def is_metric(module: nn.Module) -> bool:
 
 def is_leaf(recorder: Recorder, module: nn.Module, name: str) -> bool:
     """Whether a call of this module is one op."""
-    if name in recorder.whole or is_metric(module):
+    if name in recorder.whole or is_metric(module) or is_torch_leaf(module):
         return True
-    if isinstance(module, _OPEN):
-        return False
+    return not isinstance(module, _OPEN) and not module._modules and ops.reads_training_flag(type(module))
+
+
+def is_torch_leaf(module: nn.Module) -> bool:
+    """Whether a module comes from torch itself and is more than a container of others."""
     home = type(module).__module__
-    if home.startswith(("torch.nn.", "torch.ao.nn.", "torch.jit")):
-        return not home.startswith("torch.nn.parallel")
-    return not module._modules and ops.reads_training_flag(type(module))
+    if isinstance(module, _OPEN) or home.startswith("torch.nn.parallel"):
+        return False
+    return home.startswith(("torch.nn.", "torch.ao.nn.", "torch.jit"))
 
 
 def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -119,6 +125,18 @@ def _apply(recorder: Recorder, original: Any, kind: Any, args: Any, kwargs: Any)
     return recorder.run_whole(real, "call_function", intrinsics.apply_function(kind), args, kwargs)
 
 
+def _vmap(recorder: Recorder, original: Any, function: Any, settings: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+    """A call of what ``torch.func.vmap`` made of `function`: one op over the tensors that are passed to it."""
+    if not recorder.recording or recorder.frames:
+        return original(function, *settings, *unwrap(args), **unwrap(kwargs))
+
+    def whole(*values: Any, **more: Any) -> Any:
+        return original(function, *settings, *values, **more)
+
+    name = f"vmap_{getattr(function, '__qualname__', type(function).__name__)}_{settings}"
+    return recorder.run_whole(whole, "call_function", intrinsics.opaque_function(whole, name), args, kwargs)
+
+
 @contextmanager
 def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
     """Module calls, custom autograd functions, scripted functions, ``len`` and metrics go through the recorder.
@@ -142,11 +160,17 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
         target = intrinsics.opaque_function(function, f"script_{getattr(function, 'name', 'function')}")
         return recorder.run_whole(lambda *a, **k: script_call(function, *a, **k), "call_function", target, args, kwargs)
 
+    vmap = functorch_apis.vmap_impl
+
+    def patched_vmap(function: Any, in_dims: Any, out_dims: Any, randomness: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+        return _vmap(recorder, vmap, function, (in_dims, out_dims, randomness, size), args, kwargs)
+
     saved: list[tuple[dict[str, Any], str, Any]] = []
     nn.Module.__call__ = lambda module, *a, **k: _call_module(recorder, module_call, module, a, k)  # type: ignore
     torch.autograd.Function.apply = classmethod(lambda kind, *a, **k: _apply(recorder, apply, kind, a, k))  # type: ignore
     torch._C.ScriptFunction.__call__ = patched_script
     builtins.len = patched_len  # type: ignore[assignment]
+    functorch_apis.vmap_impl = patched_vmap
     if compiling:
         torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: True  # type: ignore[assignment]
     for metric in metrics:
@@ -161,6 +185,7 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         torch._C.ScriptFunction.__call__ = script_call
         builtins.len = length
+        functorch_apis.vmap_impl = vmap
         torch.compiler.is_compiling, torch.compiler.is_exporting = compile_flags
         for attributes, name, value in saved:
             if value is None:

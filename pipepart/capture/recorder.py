@@ -102,10 +102,11 @@ class RecordMode(TorchFunctionMode):
 
 @dataclass
 class _Frame:
-    """A module or function that is run whole: what it may touch."""
+    """A module or function that is run whole: what it may touch. Our own bookkeeping is not `checked`."""
 
     tensors: set[int]
     prefix: str | None
+    checked: bool = True
 
 
 class Recorder:
@@ -311,6 +312,9 @@ class Recorder:
             raise NotRecordable(f"{name} is called while the model runs, in {self._here()}")
         if name in ops.DATA_READS:
             return self._read_data(func, name, args, kwargs, plain_args, plain_kwargs)
+        if name == "register_hook":
+            self.make("call_method", name, (self.node_of(args[0]), self.constant(args[1])), {})
+            return func(*plain_args, **plain_kwargs)
         if name in ("unbind", "split", "chunk", "tensor_split") and self._is_dynamic(args):
             raise DataDependent(f"{name} of a tensor whose shape depends on data, in {self._here()}")
         inputs = tensors_in((args, kwargs))
@@ -361,7 +365,7 @@ class Recorder:
             self.frames.pop()
         node = self.make(op, target, tuple(lead) + node_args, node_kwargs)
         self.facts[node].stateful = changed
-        self.frames.append(_Frame(set(), None))
+        self.frames.append(_Frame(set(), None, checked=False))
         try:
             self._finish(node, inputs, before, out)
         finally:
@@ -534,6 +538,8 @@ class Recorder:
 
     def _check_inside(self, args: Any, kwargs: Any) -> None:
         frame = self.frames[-1]
+        if not frame.checked:
+            return
         for tensor in tensors_in((args, kwargs)):
             key = id(tensor)
             if key in frame.tensors:
@@ -545,9 +551,7 @@ class Recorder:
                     raise NotRecordable(
                         f"parameter {name!r} is used inside {self._here()}, which is kept whole and does not own it"
                     )
-            elif key in self.values and self.facts[self.values[key]].varies and frame.tensors is not None:
-                if frame.prefix is None and not frame.tensors:
-                    continue  # our own bookkeeping
+            elif key in self.values and self.facts[self.values[key]].varies:
                 raise NotRecordable(
                     f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments; "
                     "it is kept whole, so the tensor would not be updated"

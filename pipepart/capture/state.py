@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from pipepart.errors import CaptureError
+
 __all__ = ["Names", "is_abstract", "names_of", "preserved", "stand_ins"]
 
 
@@ -54,7 +56,11 @@ def preserved(root: nn.Module) -> Iterator[None]:
         (module, {key: _shallow(value) for key, value in vars(module).items() if key not in _REGISTRIES})
         for module in root.modules()
     ]
-    registries = [(module, dict(module._parameters), dict(module._buffers)) for module in root.modules()]
+    registries = [
+        (module, dict(module._parameters), dict(module._buffers))
+        for module in root.modules()
+        if type(module._parameters) is dict and type(module._buffers) is dict
+    ]
     rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     try:
@@ -119,6 +125,8 @@ def stand_ins(root: nn.Module) -> Iterator[Any]:
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in root.modules():
         for registry in (module._parameters, module._buffers, module.__dict__):
+            if type(registry) is not dict:
+                raise CaptureError(f"{type(module).__name__} is scripted: it cannot be recorded without its data")
             tensors = {key: value for key, value in registry.items() if isinstance(value, torch.Tensor)}
             if tensors:
                 saved.append((registry, tensors))

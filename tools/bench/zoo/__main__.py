@@ -1,0 +1,70 @@
+"""Try capture on the zoo: ``python -m tools.bench.zoo [language|images|plain] [names...] [--speed] [--json FILE]``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import statistics
+import sys
+import warnings
+
+import torch
+
+from tools.bench.zoo import images, language, plain
+from tools.bench.zoo.checks import Report, check_model
+
+FAMILIES = {
+    "plain": plain.ARCHITECTURES,
+    "language": language.ARCHITECTURES,
+    "images": images.ARCHITECTURES,
+}
+
+
+def main() -> int:
+    """Check the asked models, print a line for each and a summary; exit 1 if one was not equal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("family", nargs="?", default="all", choices=["all", *FAMILIES])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--speed", action="store_true", help="also time a step against the original, side by side")
+    parser.add_argument("--json", help="write the reports to this file")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    reports: list[Report] = []
+    for family, builders in FAMILIES.items():
+        if options.family not in ("all", family):
+            continue
+        for name, build in builders.items():
+            if options.names and name not in options.names:
+                continue
+            torch.manual_seed(0)
+            model, example = build()
+            report = check_model(f"{family}/{name}", model, example, speed=options.speed)
+            reports.append(report)
+            print(
+                f"{report.name:44} {'equal' if report.equal else 'FAILED':7} ops {report.ops:5} "
+                f"capture {report.seconds:6.2f} s  largest op {report.largest_op:4.0%} "
+                f"(leaf {report.largest_leaf:4.0%}) {f'speed {report.speed:.2f} ' if report.speed else ''}"
+                f"{'whole: ' + ', '.join(report.kept_whole) if report.kept_whole else ''}"
+                f"{' | '.join(report.problems[:2])}",
+                flush=True,
+            )
+    good = [report for report in reports if report.equal]
+    indivisible = [r.name for r in good if r.largest_op > 0.4 and r.largest_op > r.largest_leaf + 1e-9]
+    print(f"\n{len(good)} of {len(reports)} equal; more than 40 % in one op by our doing: {indivisible or 'none'}")
+    if good:
+        print(f"capture: median {statistics.median(r.seconds for r in good):.2f} s, worst {max(r.seconds for r in good):.2f} s")
+    speeds = [report.speed for report in good if report.speed]
+    if speeds:
+        print(f"step time against the original: median {statistics.median(speeds):.3f}, worst {max(speeds):.3f}")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([dataclasses.asdict(report) for report in reports], file, indent=1)
+    return 0 if len(good) == len(reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
