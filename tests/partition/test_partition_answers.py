@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ def blocks(count: int, branches: int, depth: int, seed: int = 0, **more: object)
             edges.append((start - 1, start))
         for branch in range(branches):
             ops = [start, *range(start + 1 + branch * depth, start + 1 + (branch + 1) * depth), join]
-            edges.extend(zip(ops, ops[1:]))
+            edges.extend(pairwise(ops))
         edges.append((start, join))
         start = join + 1
     forward = rng.random(start) * (rng.random(start) > 0.3)
@@ -97,9 +98,7 @@ def test_given_tensors_replace_the_outputs() -> None:
 
 def test_more_chunks_than_classes() -> None:
     problem = chain([1.0, 1.0, 1.0, 1.0], colocated=((0, 1),))
-    with pytest.raises(
-        PartitionError, match=r"4 stages were asked for, but the model can be cut into 3 at most .*3 or"
-    ):
+    with pytest.raises(PartitionError, match=r"4 stages were asked for, but .* cut into 3 at most .*3 or"):
         partition(problem, 4)
     with pytest.raises(PartitionError, match="into 3 at most"):
         baselines(problem, 4)
