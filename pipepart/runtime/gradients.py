@@ -91,13 +91,14 @@ def clip_grad_norm(
 
     `counted`: this stage's share of the norm, each parameter on one stage only; `clipped`: all that it holds.
     """
+    if groups is None or groups.mesh.stages == 1:
+        return nn.utils.clip_grad_norm_(clipped, max_norm)
     device = clipped[0].device if clipped else torch.device("cpu")
     square = torch.zeros((), device=device)
     for parameter in counted:
         if parameter.grad is not None:
             square += parameter.grad.detach().float().pow(2).sum()
-    if groups is not None and groups.mesh.stages > 1:
-        dist.all_reduce(square, group=groups.pipeline)
+    dist.all_reduce(square, group=groups.pipeline)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in clipped:

@@ -9,37 +9,40 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities._pytree import _tree_flatten as tree_flatten
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils._pytree import tree_unflatten
 
 from pipepart.errors import PlanError
 
-__all__ = ["first_batch"]
+__all__ = ["first_batch", "open_loader"]
 
 
-def first_batch(trainer: Trainer) -> Any:
-    """The first batch of the loader that the trainer is about to run, as its step will get it.
+def open_loader(trainer: Trainer) -> Any:
+    """The loader that the trainer is about to run. Every rank must call it (Lightning waits for all)."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        trainer.fit_loop.setup_data()
+        return trainer.fit_loop._combined_loader
+    loop: Any = trainer._active_loop
+    loop.setup_data()
+    return loop._combined_loader
+
+
+def first_batch(trainer: Trainer, loader: Any) -> Any:
+    """The first batch of a loader, as the step will get it.
 
     Random states (global ones, and the generators of loaders and samplers) are put back. A dataset that cannot be
     iterated twice loses the batch; such a run gives `example_batch` to the strategy instead.
     """
-    if trainer.state.fn == TrainerFn.FITTING:
-        trainer.fit_loop.setup_data()
-        loader: Any = trainer.fit_loop._combined_loader
-    else:
-        loop: Any = trainer._active_loop
-        loop.setup_data()
-        loader = loop._combined_loader
-    if loader is None:
-        raise PlanError("there is no data to plan with: the loader of this run is empty")
+    if loader is None or not loader.flattened:
+        raise PlanError("there is no data to plan with: this run has no loader")
+    # Training takes one batch of every loader at once, evaluation one loader after the other.
+    fitting = trainer.state.fn == TrainerFn.FITTING
     with isolate_rng(), _generators_kept(loader.flattened):
-        found = next(iter(loader), None)
-        loader.reset()
-    if found is None:
-        raise PlanError("the loader of this run gave no batch; planning needs one to know the shapes")
-    batch = found[0] if isinstance(found, tuple) and len(found) == 3 else found
-    if trainer.state.fn != TrainerFn.FITTING and len(loader.flattened) > 1 and isinstance(batch, list):
-        batch = next(item for item in batch if item is not None)  # evaluation loaders come one after the other
-    return prepare(trainer, batch)
+        found = [next(iter(single), None) for single in (loader.flattened if fitting else loader.flattened[:1])]
+    if any(batch is None for batch in found):
+        raise PlanError("a loader of this run gave no batch; planning needs one to know the shapes")
+    return prepare(trainer, tree_unflatten(found, tree_flatten(loader.iterables)[1]) if fitting else found[0])
 
 
 def prepare(trainer: Trainer, batch: Any) -> Any:

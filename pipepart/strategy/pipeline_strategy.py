@@ -32,7 +32,7 @@ from pipepart.runtime.device import backend_for, limit_threads
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.program import StepResult
 from pipepart.strategy.console import tell
-from pipepart.strategy.example import first_batch
+from pipepart.strategy.example import first_batch, open_loader
 from pipepart.strategy.optimizers import full_optimizer_state, load_full_optimizer_state
 from pipepart.strategy.refusals import check_module, check_optimizers
 
@@ -207,9 +207,11 @@ class PipelineStrategy(ParallelStrategy):
 
     def _shared_example(self, trainer: Trainer) -> Any:
         """The example of rank 0 for all: ranks must record the same."""
-        box = [None]
-        if self.global_rank == 0:
-            box = [first_batch(trainer) if self._example_batch is None else self._example_batch]
+        box = [self._example_batch]
+        if self._example_batch is None:
+            loader = open_loader(trainer)
+            if self.global_rank == 0:
+                box = [first_batch(trainer, loader)]
         if self._groups is not None:
             dist.broadcast_object_list(box, 0)
         return self.batch_to_device(box[0]) if self._example_batch is not None or self.global_rank else box[0]

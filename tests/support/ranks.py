@@ -98,7 +98,7 @@ def _signal(pid: int | None, number: int) -> None:
 _pools: dict[int, _Pool] = {}
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 40.0, **kwargs: Any) -> list[Any]:
     """Call `function(*args, **kwargs)` on `size` ranks with torch.distributed ready (gloo); their results in order."""
     if size not in _pools:
         _pools[size] = _Pool(size)
@@ -119,7 +119,10 @@ def _worker(connection: Connection, rank: int, size: int) -> None:
 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(  # as torchrun would set them, so that Lightning sees processes that were started for it
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="tests", MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
+    )
     while True:
         try:
             function, args, kwargs, path, timeout = connection.recv()
