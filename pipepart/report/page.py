@@ -20,6 +20,9 @@ SCRIPTS = (
     "summary.js",
     "stages.js",
     "gantt.js",
+    "hierarchy.js",
+    "layout.js",
+    "graph.js",
     "whatif.js",
     "app.js",
 )

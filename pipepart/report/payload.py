@@ -14,8 +14,8 @@ from pipepart.schedule import SCHEDULES, Timeline
 
 __all__ = ["MemoryModel", "make_payload", "stage_memory"]
 
-DIGITS = 10
-"""Significant digits of the times in a page: enough for any zoom, half the size."""
+EXACT_EVENTS = 20_000
+"""Timelines of more events are written with ten significant digits: enough for any zoom, half the size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +83,16 @@ def make_payload(
         "plan": _plan(plan, memory),
         "compare": None if compare is None else _plan(compare, memory),
         "same_ops": compare is not None and compare.ops == plan.ops,
-        "measured": None if measured is None else pack(measured, DIGITS),
+        "measured": None if measured is None else _packed(measured),
         "measured_step": measured_step,
         "graph": _graph(view, known=graph is not None),
         "schedules": {name: kind.summary for name, kind in SCHEDULES.items()},
         "optimizer_states": (memory or MemoryModel()).optimizer_states,
     }
+
+
+def _packed(timeline: Timeline) -> dict[str, Any]:
+    return pack(timeline, 10 if len(timeline.events) > EXACT_EVENTS else None)
 
 
 def _plan(plan: Plan, memory: MemoryModel | None) -> dict[str, Any]:
@@ -137,7 +141,7 @@ def _plan(plan: Plan, memory: MemoryModel | None) -> dict[str, Any]:
             "backward": sorted(plan.edges.backward),
             "tied": plan.edges.tied,
         },
-        "timeline": pack(plan.timeline, DIGITS),
+        "timeline": _packed(plan.timeline),
         "memory": stage_memory(plan, memory),
     }
 

@@ -128,7 +128,8 @@
       this.width = this.frame.clientWidth || 800;
       const narrow = this.width < 560, most = Math.max(...this.parts.map((p) => p.timeline.stages));
       this.left = narrow ? 30 : 64;
-      this.plot = Math.max(60, this.width - this.left - 10);
+      this.right = this.options.memory ? 62 : 12;
+      this.plot = Math.max(60, this.width - this.left - this.right);
       this.lane = most > 12 ? 15 : 20;
       let y = 26;
       for (const part of this.parts) {
@@ -215,7 +216,7 @@
       });
       if (part.memory) {
         const bytes = part.timeline.activation.length > 0;
-        group.append(s("text", { class: "soft", x: 8, y: part.memoryTitle, "font-size": 11 }, `live activations, ${part.label}${bytes ? "" : " (micro-batches)"}`));
+        group.append(s("text", { class: "soft", x: 8, y: part.memoryTitle, "font-size": 11 }, `live activations, ${part.label}${bytes ? "" : " (micro-batches)"}, and their peak`));
         part.memory.forEach((y, stage) => group.append(s("text", { class: "soft", x: 17, y: y + 15, "font-size": 11 }, narrow ? stage : `stage ${stage}`)));
       }
       return group;
@@ -262,6 +263,8 @@
 
     curves(part) {
       const group = s("g", {}), all = part.curves.flat();
+      part.peaks = s("g", {});
+      this.svg.append(part.peaks);
       const peak = all.reduce((top, p) => Math.max(top, p[1]), 0) || 1, bytes = part.timeline.activation.length > 0;
       part.curves.forEach((curve, stage) => {
         const base = part.memory[stage] + 19, tall = 17, points = [];
@@ -275,7 +278,7 @@
         points.push(`${end} ${(base - (level / peak) * tall).toFixed(1)}`);
         group.append(s("path", { class: "mem", "data-memory": stage, colour: pp.stageColour(stage), d: `M${this.x(0).toFixed(1)} ${base}L${points.join("L")}L${end} ${base}z` }));
         const top = curve.reduce((most, p) => Math.max(most, p[1]), 0), text = bytes ? pp.bytes(top) : pp.count(top);
-        group.append(s("text", { x: this.left + this.plot - 4, y: base - 5, "font-size": 10.5, "text-anchor": "end", stroke: "var(--card)", "stroke-width": 3, "paint-order": "stroke" }, `peak ${text}`));
+        part.peaks.append(s("text", { class: "soft", x: this.left + this.plot + 6, y: base - 3, "font-size": 11 }, text));
       });
       return group;
     }
