@@ -98,7 +98,7 @@ def _signal(pid: int | None, number: int) -> None:
 _pools: dict[int, _Pool] = {}
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 40.0, **kwargs: Any) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
     """Call `function(*args, **kwargs)` on `size` ranks with torch.distributed ready (gloo); their results in order."""
     if size not in _pools:
         _pools[size] = _Pool(size)
