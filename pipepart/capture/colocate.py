@@ -60,6 +60,9 @@ def colocated(recording: Recording) -> list[tuple[fx.Node, ...]]:
             groups.join([node, *users])
         if node.target == "register_hook" and node.args[0].op not in ("placeholder", "get_attr"):  # type: ignore
             groups.join([node.args[0], node])  # type: ignore[list-item]
+        if node.target is intrinsics.changed and not meta.replicable:
+            groups.join([source for source in node.all_input_nodes if source.op not in ("placeholder", "get_attr")])
+            groups.join([node.args[1], node])  # type: ignore[list-item]
         if node.target is intrinsics.check:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.op != "placeholder" and not source.meta["op"].replicable:

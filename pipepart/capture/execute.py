@@ -19,7 +19,7 @@ import torch.nn as nn
 if TYPE_CHECKING:
     from pipepart.capture.recording import Recording
 
-__all__ = ["RecordedGraph", "RecordedModule", "executable", "used_tensors"]
+__all__ = ["RecordedGraph", "RecordedModule", "executable", "tensor_names", "used_tensors"]
 
 
 class RecordedGraph(fx.GraphModule):
@@ -102,12 +102,20 @@ class RecordedModule(nn.Module):
         return self
 
 
-def used_tensors(recording: Recording, nodes: Sequence[fx.Node]) -> list[str]:
-    """Full names of the parameters and buffers that these nodes use, each by its first name in the root."""
-    root = recording.root
+def tensor_names(root: nn.Module) -> dict[int, str]:
+    """The first name in the root of each parameter and buffer, by identity, in order."""
     canonical: dict[int, str] = {}
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         canonical.setdefault(id(tensor), name)
+    return canonical
+
+
+def used_tensors(
+    recording: Recording, nodes: Sequence[fx.Node], canonical: Mapping[int, str] | None = None
+) -> list[str]:
+    """Full names of the parameters and buffers that these nodes use, each by its first name in the root."""
+    root = recording.root
+    canonical = canonical if canonical is not None else tensor_names(root)
     found: dict[str, None] = {}
     for node in nodes:
         sources = [node] if node.op == "call_module" else []
@@ -124,6 +132,8 @@ def used_tensors(recording: Recording, nodes: Sequence[fx.Node]) -> list[str]:
                 name = canonical.get(id(tensor))
                 if name is not None:
                     found[name] = None
+    if len(found) < 2:
+        return list(found)
     order = {name: i for i, name in enumerate(canonical.values())}
     return sorted(found, key=order.__getitem__)
 

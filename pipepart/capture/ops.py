@@ -23,17 +23,57 @@ __all__ = [
 ]
 
 DATA_READS = frozenset(
-    ["item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "equal", "allclose", "is_nonzero"]
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__contains__",
+        "equal",
+        "allclose",
+        "is_nonzero",
+    ]
 )
 """Calls that turn the contents of a tensor into Python values."""
 
 DATA_SHAPED = frozenset(
-    ["nonzero", "argwhere", "unique", "unique_consecutive", "_unique", "_unique2", "masked_select", "bincount", "repeat_interleave", "combinations", "_pack_padded_sequence", "_pad_packed_sequence"]
+    [
+        "nonzero",
+        "argwhere",
+        "unique",
+        "unique_consecutive",
+        "_unique",
+        "_unique2",
+        "masked_select",
+        "bincount",
+        "repeat_interleave",
+        "combinations",
+        "_pack_padded_sequence",
+        "_pad_packed_sequence",
+    ]
 )
 """Calls whose result has a shape that depends on the contents of a tensor."""
 
 NOT_OPS = frozenset(
-    ["__repr__", "__format__", "__str__", "__len__", "__hash__", "__reduce_ex__", "__deepcopy__", "_assert", "is_floating_point", "is_complex", "is_contiguous", "retain_grad"]
+    [
+        "__repr__",
+        "__format__",
+        "__str__",
+        "__len__",
+        "__hash__",
+        "__reduce_ex__",
+        "__deepcopy__",
+        "_assert",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "retain_grad",
+    ]
 )
 """Calls that compute nothing: never recorded."""
 
@@ -49,7 +89,19 @@ RANDOM_MODULES = (
 
 _RANDOM_PREFIXES = ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout", "uniform", "exponential")
 _RANDOM_NAMES = frozenset(
-    ["alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax", "cauchy_", "geometric_", "log_normal_", "binomial", "_sample_dirichlet", "_standard_gamma"]
+    [
+        "alpha_dropout",
+        "feature_dropout",
+        "feature_alpha_dropout",
+        "rrelu",
+        "gumbel_softmax",
+        "cauchy_",
+        "geometric_",
+        "log_normal_",
+        "binomial",
+        "_sample_dirichlet",
+        "_standard_gamma",
+    ]
 )
 
 OPERATORS: dict[str, Callable[..., Any]] = {

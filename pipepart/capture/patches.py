@@ -63,15 +63,17 @@ def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any
     recorder.stack.append((name, module))
     try:
         if name and is_leaf(recorder, module, name):
-            own = [*module.buffers(), *_metric_state(module)]
-            out = recorder.run_whole(
-                lambda *a, **k: original(module, *a, **k), "call_module", name, args, kwargs, prefix=name, own=own
+            return recorder.run_whole(
+                lambda *a, **k: original(module, *a, **k),
+                "call_module",
+                name,
+                args,
+                kwargs,
+                prefix=name,
+                own=list(module.buffers()),
+                stateful=is_metric(module),
+                random=_draws(module),
             )
-            node = next(reversed([n for n in recorder.graph.nodes if n.op == "call_module" and n.target == name]))
-            fact = recorder.facts[node]
-            fact.random = fact.random or _draws(module)
-            fact.stateful = fact.stateful or is_metric(module)
-            return out
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise NotRecordable(f"module {name!r} has a backward hook and consists of several ops")
         return original(module, *args, **kwargs)
@@ -89,10 +91,6 @@ def _draws(module: nn.Module) -> bool:
     ) or (isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.training and bool(module.dropout))
 
 
-def _metric_state(module: nn.Module) -> list[torch.Tensor]:
-    return [value for value in vars(module).values() if isinstance(value, torch.Tensor)] if is_metric(module) else []
-
-
 def _metric_method(recorder: Recorder, module: nn.Module, name: str) -> Any:
     method = getattr(module, name)
     path = recorder.module_names[id(module)]
@@ -103,13 +101,9 @@ def _metric_method(recorder: Recorder, module: nn.Module, name: str) -> Any:
         lead = (recorder.read_attribute(path), name)
         recorder.stack.append((path, module))
         try:
-            out = recorder.run_whole(
-                method, "call_function", intrinsics.method_of, args, kwargs, lead=lead, prefix=path
+            return recorder.run_whole(
+                method, "call_function", intrinsics.method_of, args, kwargs, lead=lead, prefix=path, stateful=True
             )
-            recorder.facts[
-                next(reversed([n for n in recorder.graph.nodes if n.target is intrinsics.method_of]))
-            ].stateful = True
-            return out
         finally:
             recorder.stack.pop()
 
@@ -162,7 +156,9 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
 
     vmap = functorch_apis.vmap_impl
 
-    def patched_vmap(function: Any, in_dims: Any, out_dims: Any, randomness: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_vmap(
+        function: Any, in_dims: Any, out_dims: Any, randomness: Any, size: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         return _vmap(recorder, vmap, function, (in_dims, out_dims, randomness, size), args, kwargs)
 
     saved: list[tuple[dict[str, Any], str, Any]] = []

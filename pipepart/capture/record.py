@@ -240,7 +240,9 @@ class _Study:
         first = numbers[0]
         failure = variants.Mismatch(first.module, first.text)
         laws = {(n.node, n.position): explain(dim, n.value, size, n.other) for n in numbers}
-        third = next((s for s in (*dim.candidates(), dim.size + 2, 2 * dim.size + 1) if s not in (dim.size, size)), None)
+        third = next(
+            (s for s in (*dim.candidates(), dim.size + 2, 2 * dim.size + 1) if s not in (dim.size, size)), None
+        )
         if third is None or not all(laws.values()):
             return failure
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable
@@ -102,11 +103,21 @@ class RecordMode(TorchFunctionMode):
 
 @dataclass
 class _Frame:
-    """A module or function that is run whole: what it may touch. Our own bookkeeping is not `checked`."""
+    """A module or function that is run whole: what it may touch."""
 
     tensors: set[int]
     prefix: str | None
-    checked: bool = True
+
+
+def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Our own bookkeeping touches tensors too: it must not be recorded."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return run
 
 
 class Recorder:
@@ -195,6 +206,7 @@ class Recorder:
             self.kept.append(value)
         return self.read_attribute(name)
 
+    @_unseen
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
         """From now on `tensor` is the value of `node`."""
         self.values[id(tensor)] = node
@@ -222,6 +234,7 @@ class Recorder:
         self.bind(tensor, made)
         return made
 
+    @_unseen
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """The node whose value `tensor` is; parameters, buffers and constants are read where they are first used."""
         node = self.values.get(id(tensor))
@@ -266,6 +279,7 @@ class Recorder:
             parts = tuple(self.argument(part) for part in value)
             node = self.make("call_function", PackedSequence, parts, {})
             self.facts[node].varies = True
+            self.facts[node].differentiates = {part for part in node.all_input_nodes if self.facts[part].requires_grad}
             return node
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self.argument(item) for item in value))
@@ -350,6 +364,8 @@ class Recorder:
         lead: tuple[Any, ...] = (),
         prefix: str | None = None,
         own: list[torch.Tensor] | None = None,
+        stateful: bool = False,
+        random: bool = False,
     ) -> Any:
         """Record a call without looking inside. What it touches must be among its arguments or below `prefix`."""
         inputs = tensors_in((args, kwargs))
@@ -364,16 +380,13 @@ class Recorder:
         finally:
             self.frames.pop()
         node = self.make(op, target, tuple(lead) + node_args, node_kwargs)
-        self.facts[node].stateful = changed
-        self.frames.append(_Frame(set(), None, checked=False))
-        try:
-            self._finish(node, inputs, before, out)
-        finally:
-            self.frames.pop()
+        self.facts[node].stateful, self.facts[node].random = changed or stateful, random
+        self._finish(node, inputs, before, out)
         return out
 
     # ---------------------------------------------------------------- parts of a call
 
+    @_unseen
     def _before(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         edges = {}
         for tensor in inputs:
@@ -383,6 +396,7 @@ class Recorder:
         nodes = [self.node_of(tensor) for tensor in inputs]
         return [version_of(t) for t in inputs], edges, nodes, torch.random.default_generator.get_state()
 
+    @_unseen
     def _finish(self, node: fx.Node, inputs: list[torch.Tensor], before: tuple[Any, ...], out: Any) -> None:
         versions, edges, nodes, rng = before
         fact = self.facts[node]
@@ -406,6 +420,9 @@ class Recorder:
         if not outs:
             outs = [tensor for tensor in inputs if storage_of(tensor) in fact.mutates]
         fact.differentiates = reached(outs, edges)
+        for source in node.all_input_nodes:  # objects made of tensors
+            if self.facts[source].tensor is None and self.facts[source].differentiates & fact.differentiates:
+                fact.differentiates.add(source)
         fact.requires_grad = any(o.requires_grad for o in outs)
 
     def _bind_result(self, out: Any, node: fx.Node) -> None:
@@ -538,8 +555,6 @@ class Recorder:
 
     def _check_inside(self, args: Any, kwargs: Any) -> None:
         frame = self.frames[-1]
-        if not frame.checked:
-            return
         for tensor in tensors_in((args, kwargs)):
             key = id(tensor)
             if key in frame.tensors:

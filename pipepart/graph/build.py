@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.fx as fx
 
 from pipepart.capture.colocate import colocated
-from pipepart.capture.execute import used_tensors
+from pipepart.capture.execute import tensor_names, used_tensors
 from pipepart.capture.fingerprint import target_name
 from pipepart.capture.recording import OpMeta, Recording
 from pipepart.graph.flops import op_flops
@@ -23,7 +22,8 @@ def op_graph(recording: Recording) -> OpGraph:
     position = {node: i for i, node in enumerate(nodes)}
     flops = op_flops(recording)
     sizes = {name: p.numel() * p.element_size() for name, p in recording.root.named_parameters()}
-    ops = tuple(_op(recording, node, sizes, flops.get(node, 0)) for node in nodes)
+    names = tensor_names(recording.root)
+    ops = tuple(_op(recording, node, sizes, names, flops.get(node, 0)) for node in nodes)
     edges = tuple(
         (position[source], i) for i, node in enumerate(nodes) for source in node.all_input_nodes if source in position
     )
@@ -31,11 +31,11 @@ def op_graph(recording: Recording) -> OpGraph:
     return OpGraph(ops, edges, groups, recording.hash)
 
 
-def _op(recording: Recording, node: fx.Node, sizes: dict[str, int], flops: int) -> Op:
+def _op(recording: Recording, node: fx.Node, sizes: dict[str, int], names: dict[int, str], flops: int) -> Op:
     if node.op == "output":
         return Op(node.name, "output", "output", "", "", "", None, None, 0, False, (), 0, 0, False, False, False)
     meta: OpMeta = node.meta["op"]
-    used = tuple(name for name in used_tensors(recording, [node]) if name in sizes)
+    used = tuple(name for name in used_tensors(recording, [node], names) if name in sizes)
     number = meta.is_number and node.op != "placeholder"
     return Op(
         name=node.name,
@@ -55,8 +55,3 @@ def _op(recording: Recording, node: fx.Node, sizes: dict[str, int], flops: int) 
         dynamic_shape=meta.dynamic_shape,
         replicable=meta.replicable,
     )
-
-
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Memory of the elements of a tensor."""
-    return tensor.numel() * tensor.element_size()

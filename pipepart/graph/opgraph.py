@@ -68,7 +68,11 @@ class OpGraph:
 
         Ops that must stay together move to the last chunk that any of them is in, and what follows them moves along.
         """
-        chunk = [sum(position >= cut for cut in cuts) for position in range(len(self.ops))]
+        return self.repaired([sum(position >= cut for cut in cuts) for position in range(len(self.ops))])
+
+    def repaired(self, chunks: Sequence[int]) -> dict[str, int]:
+        """The nearest valid assignment to `chunks` (one per op) that only moves ops to later chunks."""
+        chunk = list(chunks)
         changed = True
         while changed:
             changed = False
@@ -78,10 +82,7 @@ class OpGraph:
                     if chunk[i] != latest:
                         chunk[i], changed = latest, True
             for source, target in self.edges:
-                if (
-                    chunk[source] > chunk[target]
-                    and not self.ops[source].replicable
-                    and self.ops[source].kind != "input"
-                ):
+                op = self.ops[source]
+                if chunk[source] > chunk[target] and not op.replicable and op.kind != "input":
                     chunk[target], changed = chunk[source], True
         return {op.name: place for op, place in zip(self.ops, chunk)}

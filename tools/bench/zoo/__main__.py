@@ -56,7 +56,9 @@ def main() -> int:
     indivisible = [r.name for r in good if r.largest_op > 0.4 and r.largest_op > r.largest_leaf + 1e-9]
     print(f"\n{len(good)} of {len(reports)} equal; more than 40 % in one op by our doing: {indivisible or 'none'}")
     if good:
-        print(f"capture: median {statistics.median(r.seconds for r in good):.2f} s, worst {max(r.seconds for r in good):.2f} s")
+        print(
+            f"capture: median {statistics.median(r.seconds for r in good):.2f} s, worst {max(r.seconds for r in good):.2f} s"
+        )
     speeds = [report.speed for report in good if report.speed]
     if speeds:
         print(f"step time against the original: median {statistics.median(speeds):.3f}, worst {max(speeds):.3f}")

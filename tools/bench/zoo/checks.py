@@ -40,7 +40,9 @@ class Report:
         return self.captured and not self.problems
 
 
-def _measure(model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def _measure(
+    model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Loss, gradients and buffers of one step, from a fixed random state; the model is left as it was."""
     model.zero_grad(set_to_none=True)
     with preserved(model):
@@ -84,7 +86,12 @@ def shares(recording: Recording) -> tuple[float, float]:
 
 
 def check_model(
-    name: str, model: nn.Module, example: Callable[[int], tuple[torch.Tensor, ...]], *, batch: int = 2, speed: bool = False
+    name: str,
+    model: nn.Module,
+    example: Callable[[int], tuple[torch.Tensor, ...]],
+    *,
+    batch: int = 2,
+    speed: bool = False,
 ) -> Report:
     """Capture a model in train and eval mode and compare it with the original."""
     report = Report(name)

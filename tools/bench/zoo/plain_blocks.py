@@ -42,7 +42,12 @@ def images(batch: int) -> tuple[torch.Tensor]:
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float = 0.0):
         super().__init__()
-        self.qkv, self.out, self.heads, self.dropout = nn.Linear(width, 3 * width), nn.Linear(width, width), heads, dropout
+        self.qkv, self.out, self.heads, self.dropout = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+            heads,
+            dropout,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
@@ -56,8 +61,14 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float = 0.0):
         super().__init__()
-        self.norm1, self.attention, self.norm2 = nn.LayerNorm(width), Attention(width, heads, dropout), nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.norm1, self.attention, self.norm2 = (
+            nn.LayerNorm(width),
+            Attention(width, heads, dropout),
+            nn.LayerNorm(width),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
@@ -140,7 +151,13 @@ class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(3, 8, 3), Residual(8), Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+            nn.Conv2d(3, 8, 3),
+            Residual(8),
+            Residual(8),
+            Residual(8),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, 10),
         )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

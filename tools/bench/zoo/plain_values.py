@@ -206,7 +206,10 @@ class Rotary(nn.Module):
         h = self.embed(x)
         for layer in self.qkv:
             q, k, v = layer(h).chunk(3, -1)
-            q, k = (torch.cat([t[..., :8] * cos - t[..., 8:] * sin, t[..., 8:] * cos + t[..., :8] * sin], -1) for t in (q, k))
+            q, k = (
+                torch.cat([t[..., :8] * cos - t[..., 8:] * sin, t[..., 8:] * cos + t[..., :8] * sin], -1)
+                for t in (q, k)
+            )
             weight = (torch.einsum("bqd,bkd->bqk", q, k) / math.sqrt(16) + mask).softmax(-1)
             h = h + torch.einsum("bqk,bkd->bqd", weight, v)
         return F.cross_entropy(self.out(h)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
