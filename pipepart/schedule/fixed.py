@@ -126,13 +126,33 @@ def forward_only(stages: int, microbatches: int, placement: Sequence[int]) -> Sc
         stage  2  ..0123.
         stage  3  ...0123
 
-    In each unit of time a stage takes what is ready from its latest chunk, so that activations never pile up.
+    Over chunks placed in turn (0 1 2 0 1 2) micro-batches pass in the groups of `interleaved`. Over any other placement
+    every stage takes what is ready in each unit of time, from its latest chunk or from its earliest, whichever is
+    done sooner.
     """
+    chunks = tuple(placement)
+    if chunks == looped_placement(stages, len(chunks) // stages):
+        groups = group_sizes(stages, microbatches)
+        held = [range(stage, len(chunks), stages) for stage in range(stages)]
+        orders = [[Action("F", *step) for step in _looped_order(mine, groups)] for mine in held]
+    else:
+        _, orders = min(
+            (_taken(stages, microbatches, chunks, deep) for deep in (True, False)), key=lambda found: found[0]
+        )
+    return Schedule("forward", stages, microbatches, chunks, tuple(map(tuple, orders)))
+
+
+def _taken(
+    stages: int, microbatches: int, placement: Sequence[int], deep_first: bool
+) -> tuple[int, list[list[Action]]]:
+    """Units of time, and the forwards of every stage, when each takes what is ready: latest or earliest chunk first."""
     chunks = len(placement)
-    held = [[c for c in reversed(range(chunks)) if placement[c] == stage] for stage in range(stages)]
+    in_turn = range(chunks - 1, -1, -1) if deep_first else range(chunks)
+    held = [[c for c in in_turn if placement[c] == stage] for stage in range(stages)]
     arrived = [microbatches] + [0] * chunks
     done = [0] * chunks
     orders: list[list[Action]] = [[] for _ in range(stages)]
+    units = 0
     while done[chunks - 1] < microbatches:
         taken = [next((c for c in mine if done[c] < arrived[c]), None) for mine in held]
         for stage, chunk in enumerate(taken):
@@ -142,4 +162,5 @@ def forward_only(stages: int, microbatches: int, placement: Sequence[int]) -> Sc
         for chunk in taken:
             if chunk is not None:
                 arrived[chunk + 1] = done[chunk]
-    return Schedule("forward", stages, microbatches, tuple(placement), tuple(tuple(order) for order in orders))
+        units += 1
+    return units, orders

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Literal, overload
 
@@ -17,20 +17,45 @@ from pipepart.schedule.timeline import Event, Timeline
 __all__ = ["run_graph", "simulate", "step_time"]
 
 
-@dataclass
-class _Links:
-    """When messages arrive. With contention a stage's outgoing and incoming port carry one message at a time."""
+class _Ports:
+    """The links of all devices under contention: a stage sends one message at a time and receives one at a time.
 
-    contention: bool
-    out_free: list[float]
-    in_free: list[float]
+    A message starts as soon as both ends are free; of those that wait for the same end, the one that was ready first.
+    """
 
-    def arrival(self, ready: float, sender: int, receiver: int, seconds: float) -> tuple[float, float]:
-        if not self.contention:
-            return ready, ready + seconds
-        start = max(ready, self.out_free[sender], self.in_free[receiver])
-        self.out_free[sender] = self.in_free[receiver] = start + seconds
-        return start, start + seconds
+    def __init__(self, stages: int) -> None:
+        self.out_busy = [False] * stages
+        self.in_busy = [False] * stages
+        self.waiting: dict[tuple[int, int], deque[tuple[int, float]]] = {}
+        self.of_sender: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+        self.of_receiver: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+
+    def add(self, message: int, sender: int, receiver: int, seconds: float) -> None:
+        """A message is ready; messages are numbered in this order."""
+        pair = sender, receiver
+        if pair not in self.waiting:
+            self.waiting[pair] = deque()
+            self.of_sender[sender].append(pair)
+            self.of_receiver[receiver].append(pair)
+        self.waiting[pair].append((message, seconds))
+
+    def start(self, senders: Iterable[int], receivers: Iterable[int]) -> list[tuple[int, float]]:
+        """(message, seconds) of all that can start now, where these ends have become free or have something new."""
+        begun: list[tuple[int, float]] = []
+        pairs = {pair for s in senders for pair in self.of_sender[s]} | {
+            pair for r in receivers for pair in self.of_receiver[r]
+        }
+        while True:
+            ready = [
+                (self.waiting[pair][0][0], pair)
+                for pair in pairs
+                if self.waiting[pair] and not self.out_busy[pair[0]] and not self.in_busy[pair[1]]
+            ]
+            if not ready:
+                return begun
+            _, (sender, receiver) = min(ready)
+            self.out_busy[sender] = self.in_busy[receiver] = True
+            begun.append(self.waiting[sender, receiver].popleft())
 
 
 @overload
@@ -68,13 +93,14 @@ def run_graph(
     seconds = [table[a.kind][a.chunk] for a in actions]
     if scale is not None:
         seconds = [s * scale(a) for s, a in zip(seconds, actions)]
-    links = _Links(costs.contention, [0.0] * schedule.stages, [0.0] * schedule.stages)
+    ports = _Ports(schedule.stages) if costs.contention else None
+    moves: list[tuple[int, int]] = []  # under contention: (action that sends, action that receives) of every message
     waiting = [len(need) for need in graph.needs]
     arrived = [0.0] * len(actions)
     start, end = [0.0] * len(actions), [0.0] * len(actions)
     cursor = list(first[:-1])
     free = [0.0] * schedule.stages
-    running: list[tuple[float, int]] = []
+    running: list[tuple[float, int]] = []  # (end, action), or (end, -1 - message)
 
     def begin(stage: int) -> None:
         """Fix the times of a stage's next actions, as far as all they need is known to arrive."""
@@ -87,39 +113,60 @@ def run_graph(
             n += 1
         cursor[stage], free[stage] = n, time
 
+    def sent(n: int, user: int, leave: float, arrive: float) -> None:
+        if sends is not None:
+            payload = "F" if actions[n].kind == "F" else "B"
+            move = Action("SEND", actions[n].chunk, actions[n].microbatch, actions[user].chunk, payload)
+            sends.append(Event(stage_of[n], move, leave, arrive))
+
+    def start_moves(now: float, senders: Iterable[int], receivers: Iterable[int]) -> None:
+        assert ports is not None
+        for message, cost in ports.start(senders, receivers):
+            heapq.heappush(running, (now + cost, -1 - message))
+            sent(*moves[message], now, now + cost)
+
     for stage in range(schedule.stages):
         begin(stage)
     finished = 0
     while running:
         now, n = heapq.heappop(running)
+        if n < 0:
+            assert ports is not None
+            source, user = moves[-1 - n]
+            ports.out_busy[stage_of[source]] = ports.in_busy[stage_of[user]] = False
+            start_moves(now, (stage_of[source],), (stage_of[user],))
+            waiting[user] -= 1
+            arrived[user] = max(arrived[user], now)
+            begin(stage_of[user])
+            continue
         finished += 1
         stage, action = stage_of[n], actions[n]
-        woken = set()
-        sent: dict[int, float] = {}
+        ahead = action.kind == "F"
+        asked = False
         for user in graph.users[n]:
-            home, target = stage_of[user], actions[user].chunk
+            home = stage_of[user]
             when = now
             if home != stage:
-                if target not in sent:
-                    if action.kind == "F":
-                        cost = costs.send_forward.get((action.chunk, target), 0.0)
-                    else:
-                        cost = costs.send_backward.get((target, action.chunk), 0.0)
-                    if cost:
-                        leave, sent[target] = links.arrival(now, stage, home, cost)
-                    else:
-                        leave = sent[target] = now
-                    if cost and sends is not None:
-                        payload = "F" if action.kind == "F" else "B"
-                        move = Action("SEND", action.chunk, action.microbatch, target, payload)
-                        sends.append(Event(stage, move, leave, sent[target]))
-                when = sent[target]
-            woken.add(home)
+                target = actions[user].chunk
+                if ahead:
+                    cost = costs.send_forward.get((action.chunk, target), 0.0)
+                else:
+                    cost = costs.send_backward.get((target, action.chunk), 0.0)
+                if cost and ports is not None:
+                    ports.add(len(moves), stage, home, cost)
+                    moves.append((n, user))
+                    asked = True
+                    continue
+                if cost:
+                    when = now + cost
+                    sent(n, user, now, when)
             waiting[user] -= 1
             if when > arrived[user]:
                 arrived[user] = when
-        for other in woken:
-            begin(other)
+            if not waiting[user]:
+                begin(home)
+        if asked:
+            start_moves(now, (stage,), ())
     if finished < len(actions):
         if not strict:
             return None
