@@ -29,7 +29,11 @@ def cache_folder() -> Path:
 
 
 def profiled(
-    recording: Recording, leaves: Sequence[Any], context: Context = nullcontext, variant: str = "", use_cache: bool = True
+    recording: Recording,
+    leaves: Sequence[Any],
+    context: Context = nullcontext,
+    variant: str = "",
+    use_cache: bool = True,
 ) -> OpCosts:
     """`profile`, or what it gave before for the same graph, shapes, `variant` (of precision), device and threads."""
     path = cache_folder() / "profiles" / f"{_key(recording, leaves, variant)}.json"

@@ -31,7 +31,9 @@ class OpCosts:
                 raise PlanError(f"costs: expected {len(self.names)} entries in {field!r}, got {len(values)}")
             if any(not value >= 0 for value in values):
                 worst = next(i for i, value in enumerate(values) if not value >= 0)
-                raise PlanError(f"costs: {field} of op {self.names[worst]!r} is {values[worst]}; expected a number >= 0")
+                raise PlanError(
+                    f"costs: {field} of op {self.names[worst]!r} is {values[worst]}; expected a number >= 0"
+                )
 
     @property
     def backward(self) -> tuple[float, ...]:

@@ -69,7 +69,7 @@ class _OpProfiler(fx.Interpreter):
         super().__init__(module)
         self.found: dict[str, _Measured] = {}
         self._context = context
-        self._storage: dict[int, str] = {}
+        self._makers: dict[int, str] = {}
         """Storage -> the op that made it. A tensor saved by several ops counts once, for the first that saves it."""
         self._saved: set[tuple[str, int]] = set()
 
@@ -82,9 +82,14 @@ class _OpProfiler(fx.Interpreter):
         call = lambda a, k: getattr(self, n.op)(n.target, a, k)  # noqa: E731
         weights = self._weights(n)
         measured.parameter_bytes = sum(p.numel() * p.element_size() for p in weights)
-        result = self._measure(measured, call, args, kwargs, inplace, weights)
+        makers = {_pointer(t): self._makers.get(_pointer(t), n.name) for t in _tensors((args, kwargs))}
+        result, saved = self._measure(measured, call, args, kwargs, inplace, weights)
         for tensor in _tensors(result):
-            self._storage.setdefault(tensor.untyped_storage().data_ptr(), n.name)
+            self._makers[_pointer(tensor)] = makers.setdefault(_pointer(tensor), n.name)
+        for pointer, size in saved.items():
+            key = (makers.get(pointer, f"{n.name}:{pointer}"), size)
+            measured.saved_bytes += 0 if key in self._saved else size
+            self._saved.add(key)
         return result
 
     def _weights(self, n: fx.Node) -> list[nn.Parameter]:
@@ -105,21 +110,21 @@ class _OpProfiler(fx.Interpreter):
         kwargs: Any,
         inplace: bool,
         weights: Sequence[nn.Parameter],
-    ) -> Any:
+    ) -> tuple[Any, dict[int, int]]:
+        """The op's result, and the storages (with their sizes) that it keeps for its backward."""
         trainable = [p for p in weights if p.requires_grad]
         forward, backward, inputs_only = [], [], []
         result: Any = None
         saved = _SavedBytes({p.untyped_storage().data_ptr() for p in weights})
         for repeat in _until_steady(forward, backward):
             leaves: list[torch.Tensor] = []
-            fresh = fx.node.map_aggregate((args, kwargs), lambda a: _leaf(a, leaves, inplace))
+            fresh = fx.node.map_aggregate((args, kwargs), lambda a, found=leaves: _leaf(a, found, inplace))
             with saved.hooks() if repeat == 0 else nullcontext(), self._context():
                 started = time.perf_counter()
                 out = call(*fresh)
                 forward.append(time.perf_counter() - started)
             if repeat == 0:
                 result = fx.node.map_aggregate(out, _detached)
-                measured.saved_bytes = self._count(saved)
             roots = [t for t in _tensors(out) if t.requires_grad and t.grad_fn is not None]
             sources = [*leaves, *trainable]
             if not roots or not sources:
@@ -135,16 +140,7 @@ class _OpProfiler(fx.Interpreter):
                 inputs_only.append(0.0 if trainable else backward[-1])
         measured.forward, measured.backward = statistics.median(forward), statistics.median(backward)
         measured.weight = max(0.0, measured.backward - statistics.median(inputs_only)) if trainable else 0.0
-        return result
-
-    def _count(self, saved: _SavedBytes) -> int:
-        total = 0
-        for pointer, size in saved.found.items():
-            key = (self._storage.get(pointer, f"{len(self.found)}"), size)
-            if key not in self._saved:
-                self._saved.add(key)
-                total += size
-        return total
+        return result, saved.found
 
 
 class _SavedBytes:
@@ -162,6 +158,10 @@ class _SavedBytes:
         if storage.data_ptr() not in self._parameters:
             self.found[storage.data_ptr()] = storage.nbytes()
         return tensor
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _until_steady(forward: Sequence[float], backward: Sequence[float]) -> Iterator[int]:

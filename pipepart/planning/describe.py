@@ -59,7 +59,11 @@ def describe(plan: Plan) -> str:
 
 def _summary(plan: Plan) -> list[str]:
     samples = plan.batch_size * plan.replicas
-    quality = "slowest stage optimal (proved)" if plan.proved else f"slowest stage within {plan.bottleneck_gap:.1%} of optimal"
+    quality = (
+        "slowest stage optimal (proved)"
+        if plan.proved
+        else f"slowest stage within {plan.bottleneck_gap:.1%} of optimal"
+    )
     devices = f"{plan.replicas} replica(s) x {plan.stages} stage(s) = {plan.replicas * plan.stages} device(s)"
     lines = [
         f"mesh       {devices}",

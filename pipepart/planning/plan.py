@@ -182,7 +182,9 @@ class Plan:
             raise PlanError(f"not a plan: {error}") from error
         if not isinstance(data, dict) or data.get("version") != VERSION:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__
-            raise PlanError(f"not a plan of version {VERSION} (found: {found}). Make the plan again with this pipepart.")
+            raise PlanError(
+                f"not a plan of version {VERSION} (found: {found}). Make the plan again with this pipepart."
+            )
         try:
             return Plan(**{name: _thaw(name, value) for name, value in data.items()})
         except (TypeError, KeyError, AttributeError) as error:

@@ -52,8 +52,12 @@ def check_request(schedule: str, microbatches: int | str = "auto", stages: int |
     """Refuse what can be refused before anything is started."""
     if schedule != "auto" and schedule not in TRAINING_SCHEDULES:
         if schedule in SCHEDULES:
-            raise ScheduleError(f"schedule {schedule!r} cannot train here; use one of: {', '.join(TRAINING_SCHEDULES)}, auto")
-        raise ScheduleError(f"schedule {schedule!r} is not known: {did_you_mean(schedule, (*TRAINING_SCHEDULES, 'auto'))}")
+            raise ScheduleError(
+                f"schedule {schedule!r} cannot train here; use one of: {', '.join(TRAINING_SCHEDULES)}, auto"
+            )
+        raise ScheduleError(
+            f"schedule {schedule!r} is not known: {did_you_mean(schedule, (*TRAINING_SCHEDULES, 'auto'))}"
+        )
     for name, value in (("microbatches", microbatches), ("stages", stages)):
         if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise PlanError(f"{name} must be a whole number of at least 1 or 'auto', got {value!r}")
@@ -64,9 +68,7 @@ def auto_microbatches(stages: int, batch_size: int) -> int:
     return max(1, min(batch_size, 4 * stages)) if stages > 1 else 1
 
 
-def make_plan(
-    graph: OpGraph, costs: OpCosts, request: Request, microbatch_size: int, sizes: ParameterSizes
-) -> Plan:
+def make_plan(graph: OpGraph, costs: OpCosts, request: Request, microbatch_size: int, sizes: ParameterSizes) -> Plan:
     """The best plan for this graph and request: every schedule that is asked for is tried, the shortest step wins."""
     if costs.names != tuple(op.name for op in graph.ops):
         raise PlanError("the costs belong to another graph: their ops have other names. Measure the costs again.")
@@ -93,7 +95,9 @@ def _candidates(request: Request) -> list[tuple[str, int, int]]:
             continue
         found.append((name, chunks, slack))
     if not found:
-        raise PlanError(f"no schedule takes chunks={request.chunks}; use schedule='interleaved', or leave chunks to 'auto'")
+        raise PlanError(
+            f"no schedule takes chunks={request.chunks}; use schedule='interleaved', or leave chunks to 'auto'"
+        )
     return found
 
 
@@ -108,9 +112,7 @@ def _plan_for(
     slack: int,
 ) -> Plan:
     total = request.stages * chunks
-    schedule = make_schedule(
-        name, stages=request.stages, microbatches=request.microbatches, chunks=chunks, slack=slack
-    )
+    schedule = make_schedule(name, stages=request.stages, microbatches=request.microbatches, chunks=chunks, slack=slack)
     problem = make_problem(graph, costs, request)
     found = partition(problem, total, microbatches=request.microbatches)
     others = {} if total == 1 else baselines(problem, total)
@@ -156,12 +158,22 @@ def make_problem(graph: OpGraph, costs: OpCosts, request: Request) -> Problem:
         output_bytes=np.asarray(sent, dtype=float),
         gradient_bytes=np.asarray(back, dtype=float),
         edges=graph.edges,
-        colocated=(*graph.colocated, *_ops_of_modules(graph, request.keep_together)),
+        colocated=(*graph.colocated, *_ends(graph), *_ops_of_modules(graph, request.keep_together)),
         split_at=_cuts(graph, request),
         links=(request.link,),
         overlap=True,
         names=costs.names,
     )
+
+
+def _ends(graph: OpGraph) -> list[tuple[int, ...]]:
+    """The batch enters with the first real op and the results leave with the loss: neither is a chunk of its own."""
+    inputs = [i for i, op in enumerate(graph.ops) if op.kind == "input"]
+    outputs = [i for i, op in enumerate(graph.ops) if op.kind == "output"]
+    work = [i for i, op in enumerate(graph.ops) if op.kind in ("module", "function", "method") and not op.replicable]
+    if not work:
+        return []
+    return [(*inputs, work[0]), (work[-1], *outputs)]
 
 
 def _inside(op_module: str, path: str) -> bool:

@@ -192,7 +192,9 @@ class _Step:
         gradients = self._gradients(chunk, microbatch)
         started = time.perf_counter()
         stash = self._stash.pop((chunk.index, microbatch))
-        pairs = [(root, gradients[name]) for name, root in stash.roots.items() if name in gradients and root.requires_grad]
+        pairs = [
+            (root, gradients[name]) for name, root in stash.roots.items() if name in gradients and root.requires_grad
+        ]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         self._trace(action, started)
@@ -219,9 +221,7 @@ class _Step:
                 gradients[edge.name] = gradients[edge.name] + gradient if edge.name in gradients else gradient
         return gradients
 
-    def _return_gradients(
-        self, pair: tuple[int, int], edges: Sequence[Edge], stash: _Stash, microbatch: int
-    ) -> None:
+    def _return_gradients(self, pair: tuple[int, int], edges: Sequence[Edge], stash: _Stash, microbatch: int) -> None:
         content = []
         for edge in edges:
             leaf = stash.leaves[edge.name]

@@ -75,5 +75,3 @@ def first_cause(patience: float = 0.0) -> str | None:
                 return None
             time.sleep(0.05)
     return None
-
-

@@ -50,7 +50,9 @@ class Announced:
 class Outbox:
     """Starts sends and keeps their tensors alive; `settle` waits for all of them."""
 
-    def __init__(self, transport: Transport, routes: Routes, announced: Announced, forms: Sequence[int], device: torch.device):
+    def __init__(
+        self, transport: Transport, routes: Routes, announced: Announced, forms: Sequence[int], device: torch.device
+    ):
         self._transport, self._routes, self._announced = transport, routes, announced
         self._forms, self._device = forms, device
         self._open: deque[tuple[Pending, torch.Tensor, str]] = deque()
@@ -133,7 +135,9 @@ class Inbox:
         return values
 
     def _post_ahead(self, source: int) -> None:
-        while self._waiting[source] and self._posted_from[source] < self._window and self._post(source, may_block=False):
+        while (
+            self._waiting[source] and self._posted_from[source] < self._window and self._post(source, may_block=False)
+        ):
             pass
 
     def _post(self, source: int, may_block: bool) -> bool:
@@ -157,7 +161,9 @@ class Inbox:
                 self._announced.note_received(key, specs)
             if dynamic:
                 specs = tuple(
-                    self._read_shape(spec, source, what) if edge.dynamic_shape and isinstance(spec, TensorSpec) else spec
+                    self._read_shape(spec, source, what)
+                    if edge.dynamic_shape and isinstance(spec, TensorSpec)
+                    else spec
                     for edge, spec in zip(edges, specs)
                 )
         self._waiting[source].popleft()
@@ -182,7 +188,9 @@ class Inbox:
 class _Arrival:
     """Buffers of one message and the receives that fill them."""
 
-    def __init__(self, specs: Sequence[ValueSpec], recv: Callable[[torch.Tensor], Pending], device: torch.device) -> None:
+    def __init__(
+        self, specs: Sequence[ValueSpec], recv: Callable[[torch.Tensor], Pending], device: torch.device
+    ) -> None:
         self._specs = specs
         numbers = sum(isinstance(spec, str) for spec in specs)
         self._numbers = torch.empty(numbers, dtype=torch.int64, device=device)

@@ -106,7 +106,9 @@ class Groups:
                 group = dist.new_group(ranks, timeout=timeout)
                 if rank in ranks:
                     mine[name] = group
-        copies = _own(rank, [mesh.copies(stage) for stage in range(mesh.stages)], timeout) if mesh.replicas > 1 else None
+        copies = (
+            _own(rank, [mesh.copies(stage) for stage in range(mesh.stages)], timeout) if mesh.replicas > 1 else None
+        )
         return Groups(mesh, rank, mine["pipeline"], mine["down"], mine["up"], copies)
 
     @property

@@ -59,8 +59,16 @@ class Pipeline:
     ) -> None:
         check_request(schedule, microbatches, stages)
         options = Options(
-            plan.stages if plan else stages, plan.replicas if plan else replicas, microbatches, schedule, chunks, slack,
-            keep_together, split_at, plan, timeout,
+            plan.stages if plan else stages,
+            plan.replicas if plan else replicas,
+            microbatches,
+            schedule,
+            chunks,
+            slack,
+            keep_together,
+            split_at,
+            plan,
+            timeout,
         )
         self._device = join_job(timedelta(seconds=timeout))
         mesh = fit_mesh(world_size(), options.stages, options.replicas)

@@ -116,7 +116,9 @@ class Program:
             elif kind == "scalar":  # its value came with the description
                 outputs.append(torch.tensor(content[0], dtype=content[1], device=self._device))
             elif everywhere:
-                buffer = torch.empty(content[0], dtype=content[1], device=self._device) if own is None else own.contiguous()
+                buffer = (
+                    torch.empty(content[0], dtype=content[1], device=self._device) if own is None else own.contiguous()
+                )
                 dist.broadcast(buffer, self._groups.rank_of_stage(self._last), group=self._groups.pipeline)
                 outputs.append(buffer)
             else:

@@ -123,9 +123,7 @@ class StageRuntime:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> StepResult:
         with guarded(self.groups):
-            return self._programs[name].run(
-                leaves, train=False, outputs_everywhere=outputs_everywhere, context=context
-            )
+            return self._programs[name].run(leaves, train=False, outputs_everywhere=outputs_everywhere, context=context)
 
     def _gather_timeline(self, events: list[Event]) -> Timeline:
         """All stages' events of the step on one clock. Processes of one host share the monotonic clock."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import lightning as L
 import torch
-from support.models import MODELS, build
 from torch.utils.data import DataLoader, TensorDataset
+
+from support.models import MODELS, build
 
 __all__ = ["Module", "loader"]
 

@@ -120,8 +120,14 @@ def _worker(connection: Connection, rank: int, size: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(  # as torchrun would set them, so that Lightning sees processes that were started for it
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0",
-        TORCHELASTIC_RUN_ID="tests", MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="tests",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
     )
     while True:
         try:
@@ -134,7 +140,9 @@ def _worker(connection: Connection, rank: int, size: int) -> None:
             torch.manual_seed(0)
             if size > 1:
                 store = dist.FileStore(path, size)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+                )
             answer = (True, function(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
