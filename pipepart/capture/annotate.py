@@ -33,6 +33,7 @@ def annotate(recording: Recording, recorder: Recorder) -> None:
         node.meta["differentiates"] = frozenset(other for other in fact.differentiates if other in positions)
         node.meta["stateful"] = fact.stateful
         node.meta["value"] = fact.number
+        node.meta["rows"] = fact.rows
         if node.op in ("get_attr", "output"):
             node.meta["requires_grad"] = fact.requires_grad
             continue

@@ -201,10 +201,12 @@ def executable(
     inputs: Sequence[fx.Node] | None = None,
     outputs: Sequence[Any] | None = None,
     device: torch.device | None = None,
+    sizes: Mapping[fx.Node, tuple[fx.Node, int]] | None = None,
 ) -> RecordedGraph:
     """These nodes of a recording (all of them by default) as a module: values of `inputs` to values of `outputs`.
 
-    With `device`, tensors that the model made on the device of the example are made there instead.
+    With `device`, tensors that the model made on the device of the example are made there instead. `sizes` are numbers
+    to be taken from a dimension of an input instead of from where the recording takes them.
     """
     everything = list(recording.graph.nodes)
     if nodes is None:
@@ -263,6 +265,11 @@ def executable(
     for node in nodes:
         if node.op == "call_module" or node.meta.get("computes", True):
             switch((node.meta.get("grad_mode", True), node.meta.get("autocast", ())))
+        if sizes is not None and node in sizes:
+            tensor, dim = sizes[node]
+            new[node] = graph.call_method("size", (new[tensor], dim))
+            new[node].meta = {**node.meta, "origin": node.name}
+            continue
         for source in node.all_input_nodes:
             value(source)
         made = graph.node_copy(node, value)

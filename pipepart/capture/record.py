@@ -341,7 +341,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _run(call: Call, leaves: list[Any], names: state.Names, settings: _Settings, mode: Any) -> _Run:
-    recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards)
+    recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards, mode is not None)
     with ExitStack() as stack:
         stack.enter_context(state.preserved(call.root))
         stack.enter_context(torch.enable_grad())

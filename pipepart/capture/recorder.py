@@ -53,6 +53,7 @@ class Fact:
     writes: set[Any] = field(default_factory=set)
     mutates: set[Any] = field(default_factory=set)
     differentiates: set[fx.Node] = field(default_factory=set)
+    rows: tuple[tuple[int, ...], ...] = ()
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
@@ -126,8 +127,8 @@ class Recorder:
     `whole` names modules to keep as one op; `guards` allows to specialise on data (with a check in the graph).
     """
 
-    def __init__(self, root: nn.Module, names: Any, whole: frozenset[str], guards: bool):
-        self.root, self.whole, self.guards = root, whole, guards
+    def __init__(self, root: nn.Module, names: Any, whole: frozenset[str], guards: bool, fake: bool = False):
+        self.root, self.whole, self.guards, self.fake = root, whole, guards, fake
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.values: dict[int, fx.Node] = {}
@@ -386,6 +387,10 @@ class Recorder:
 
     # ---------------------------------------------------------------- parts of a call
 
+    def _rng(self) -> bytes:
+        """The state of torch's random numbers; fake tensors draw none."""
+        return b"" if self.fake else torch.get_rng_state().numpy().tobytes()
+
     @_unseen
     def _before(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         edges = {}
@@ -394,7 +399,7 @@ class Recorder:
                 edge = torch.autograd.graph.get_gradient_edge(tensor)
                 edges[(edge.node, edge.output_nr)] = self.node_of(tensor)
         nodes = [self.node_of(tensor) for tensor in inputs]
-        return [version_of(t) for t in inputs], edges, nodes, torch.random.default_generator.get_state()
+        return [version_of(t) for t in inputs], edges, nodes, self._rng()
 
     @_unseen
     def _finish(self, node: fx.Node, inputs: list[torch.Tensor], before: tuple[Any, ...], out: Any) -> None:
@@ -405,7 +410,7 @@ class Recorder:
             fact.reads.add(storage)
             if version_of(tensor) != version:
                 fact.mutates.add(storage)
-        fact.random = fact.random or not torch.equal(rng, torch.random.default_generator.get_state())
+        fact.random = fact.random or rng != self._rng()
         fact.varies = (
             fact.random
             or node.op == "call_module"

@@ -25,10 +25,23 @@ def simplify(runs: Sequence[Recorder]) -> None:
     """Simplify the graph of ``runs[0]`` in place, knowing the other runs at other sizes (same ops, node by node)."""
     base = runs[0]
     if len(runs) > 1:
-        rows = _rows(runs)
-        _fold_sizes(base, rows, _input_rows(runs))
+        _shape_rows(runs)
+        _fold_sizes(base, _rows(runs), _input_rows(runs))
     _drop_checks(base)
     _drop_dead(base)
+
+
+def _shape_rows(runs: Sequence[Recorder]) -> None:
+    """Note for each dimension of each tensor its sizes in all runs, and for each size which row it is."""
+    for nodes in zip(*(list(run.graph.nodes) for run in runs)):
+        facts = [run.facts[node] for run, node in zip(runs, nodes) if node in run.facts]
+        if len(facts) != len(runs):
+            continue
+        shapes = [fact.shape for fact in facts]
+        if shapes[0] is not None and not facts[0].dynamic and len({len(shape or ()) for shape in shapes}) == 1:
+            facts[0].rows = tuple(zip(*(shape for shape in shapes if shape is not None)))
+        elif nodes[0].target == "size" and isinstance(facts[0].number, int) and not facts[0].from_data:
+            facts[0].rows = (tuple(fact.number for fact in facts),)
 
 
 def _rows(runs: Sequence[Recorder]) -> dict[fx.Node, tuple[Any, ...]]:
@@ -75,7 +88,7 @@ def _fold_sizes(base: Recorder, rows: dict[fx.Node, tuple[Any, ...]], inputs: di
                 source, dim = inputs[row]
                 with base.graph.inserting_after(last):
                     made[row] = base.graph.call_method("size", (source, dim))
-                base.facts[made[row]] = Fact(fact.module, fact.module_class, fact.source, number=row[0], varies=True)
+                base.facts[made[row]] = Fact(fact.module, fact.module_class, fact.source, number=row[0], varies=True, rows=(row,))
                 sizes.add(made[row])
                 last = made[row]
             node.replace_all_uses_with(made[row])

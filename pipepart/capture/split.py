@@ -74,7 +74,9 @@ def split(
         last = index == chunks - 1
         outputs = layout.outputs if last else exports
         device = devices[index] if devices is not None else None
-        module = executable(recording, layout.body[index], layout.imports[index], outputs, device)
+        module = executable(
+            recording, layout.body[index], layout.imports[index], outputs, device, layout.sizes[index]
+        )
         used = used_tensors(recording, layout.body[index])
         result.append(
             Chunk(
@@ -128,6 +130,20 @@ def _where(node: fx.Node) -> str:
     return f"module {meta.module!r} at {meta.source}" if meta else "input"
 
 
+def _same_size(number: fx.Node, tensors: set[fx.Node]) -> tuple[fx.Node, int] | None:
+    """A dimension of one of these tensors that had the value of `number` in all recorded runs, and did change."""
+    rows = number.meta["rows"]
+    if not rows or len(set(rows[0])) == 1:
+        return None
+    for tensor in sorted(tensors, key=lambda node: node.name):
+        if tensor.meta["op"].is_number or tensor.meta["op"].dynamic_shape:
+            continue
+        for dim, row in enumerate(tensor.meta["rows"]):
+            if row == rows[0]:
+                return tensor, dim
+    return None
+
+
 class _Layout:
     """Which nodes run in which chunk, and which values each chunk imports and exports."""
 
@@ -138,6 +154,7 @@ class _Layout:
         self.outputs: list[Any] = list(nodes[-1].args[0])  # type: ignore[arg-type]
         self.body: list[list[fx.Node]] = []
         self.imports: list[list[fx.Node]] = []
+        self.sizes: list[dict[fx.Node, tuple[fx.Node, int]]] = []
         for chunk in range(chunks):
             self._fill(chunk)
         needed = {node for group in self.imports for node in group}
@@ -168,20 +185,45 @@ class _Layout:
                 numbers.append(node)
             else:
                 imported.add(node)
+        sizes: dict[fx.Node, tuple[fx.Node, int]] = {}
         for node in numbers:
-            self._number(node, inside, imported)
+            self._number(node, inside, imported, sizes)
+        self._spare_inputs(inside, imported, sizes)
         self.body.append(sorted(inside, key=self.position.__getitem__))
         self.imports.append(sorted(imported, key=self.position.__getitem__))
+        self.sizes.append(sizes)
 
-    def _number(self, node: fx.Node, inside: set[fx.Node], imported: set[fx.Node]) -> None:
-        """Compute a size here if its tensor is here; else import the number."""
+    def _number(
+        self, node: fx.Node, inside: set[fx.Node], imported: set[fx.Node], sizes: dict[fx.Node, tuple[fx.Node, int]]
+    ) -> None:
+        """Take a size from a tensor that is here, if there is one that has it; else import the number."""
         if node in inside or node in imported:
+            return
+        place = _same_size(node, imported)
+        if place is not None:
+            inside.add(node)
+            sizes[node] = place
             return
         needed = self._computable(node, inside | imported)
         if needed is None:
             imported.add(node)
         else:
             inside.update(needed)
+
+    def _spare_inputs(
+        self, inside: set[fx.Node], imported: set[fx.Node], sizes: dict[fx.Node, tuple[fx.Node, int]]
+    ) -> None:
+        """Do without leaves of the batch that this chunk imports only to know their sizes."""
+        last = isinstance(self.outputs, list) and len(self.body) == self.chunks - 1
+        for leaf in sorted((n for n in imported if n.op == "placeholder"), key=lambda n: -n.meta["op"].nbytes):
+            users = [user for user in leaf.users if user in inside and user not in sizes]
+            kept = last and leaf in self.outputs
+            if kept or not users or any(user.target != "size" or not user.meta["op"].is_number for user in users):
+                continue
+            places = {user: _same_size(user, imported - {leaf}) for user in users}
+            if all(place is not None for place in places.values()):
+                sizes.update({user: place for user, place in places.items() if place is not None})
+                imported.discard(leaf)
 
     def _computable(self, node: fx.Node, here: set[fx.Node]) -> set[fx.Node] | None:
         if node in here or node.op == "get_attr":

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from pipepart.errors import CaptureError
-
 __all__ = ["Names", "is_abstract", "names_of", "preserved", "stand_ins"]
 
 
@@ -125,8 +123,8 @@ def stand_ins(root: nn.Module) -> Iterator[Any]:
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in root.modules():
         for registry in (module._parameters, module._buffers, module.__dict__):
-            if type(registry) is not dict:
-                raise CaptureError(f"{type(module).__name__} is scripted: it cannot be recorded without its data")
+            if type(registry) is not dict:  # a scripted module keeps its own
+                continue
             tensors = {key: value for key, value in registry.items() if isinstance(value, torch.Tensor)}
             if tensors:
                 saved.append((registry, tensors))
