@@ -75,7 +75,9 @@ def _found(folder: Path, name: str) -> Path | None:
     return below[-1] if below else None
 
 
-def view(source: str | Path, output: str | Path | None = None, *, compare: str | Path | None = None, title: str | None = None) -> Path:
+def view(
+    source: str | Path, output: str | Path | None = None, *, compare: str | Path | None = None, title: str | None = None
+) -> Path:
     """Make a page from a plan file, a trace file that lies beside its plan, or a run folder; returns where it is.
 
     A run folder holds `plan.json`, and maybe `trace.json` (a measured step) and `graph.json` (names and places of ops).

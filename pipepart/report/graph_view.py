@@ -6,7 +6,7 @@ It can be kept in a file, so that a run folder is viewed later without the model
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ class GraphView:
     flops: tuple[float, ...]
     parameters: tuple[tuple[str, ...], ...]
     """Names of the parameters that each op uses."""
-    parameter_bytes: Mapping[str, int]
+    parameter_bytes: tuple[int, ...]
+    """Bytes of all parameters of each op together."""
     edges: tuple[tuple[int, int], ...]
     forward: tuple[float, ...] = ()
     backward_input: tuple[float, ...] = ()
@@ -97,7 +98,7 @@ class GraphView:
             output_bytes=(),
             flops=(),
             parameters=((),) * len(names),
-            parameter_bytes={},
+            parameter_bytes=(),
             edges=(),
         )
 
@@ -118,14 +119,13 @@ def _word(value: Any) -> str:
 def _from_graph(graph: Any) -> GraphView:
     ops = graph.ops
     columns: dict[str, Any] = {field: tuple(_word(getattr(op, field, "")) for op in ops) for field in _TEXT}
-    known = getattr(graph, "parameters", {}) or {}
     return GraphView(
         hash=str(graph.hash),
         **columns,
         output_bytes=tuple(int(getattr(op, "output_bytes", 0) or 0) for op in ops),
         flops=tuple(float(getattr(op, "flops", 0) or 0) for op in ops),
         parameters=tuple(tuple(getattr(op, "parameters", ())) for op in ops),
-        parameter_bytes={name: int(known[name].nbytes) for name in known},
+        parameter_bytes=tuple(int(getattr(op, "parameter_bytes", 0) or 0) for op in ops),
         edges=tuple((int(source), int(target)) for source, target in graph.edges),
     )
 
@@ -147,8 +147,13 @@ def load_graph(path: str | Path) -> GraphView:
             raise KeyError("version")
         data["parameters"] = [tuple(names) for names in data["parameters"]]
         data["edges"] = [tuple(edge) for edge in data["edges"]]
-        return GraphView(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        columns: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        return GraphView(**columns)
     except FileNotFoundError as error:
         raise PlanError(f"there is no graph at {str(path)!r}. Write one with save_graph(path, graph).") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"{str(path)!r} is not a graph file of version {VERSION} ({error!r}). Save the graph again.") from error
+        raise PlanError(
+            f"{str(path)!r} is not a graph file of version {VERSION} ({error!r}). Save the graph again."
+        ) from error

@@ -30,7 +30,7 @@ SCRIPTS = (
 
 
 def read_asset(name: str) -> str:
-    return resources.files("pipepart.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return resources.files("pipepart.report").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 def embed_json(data: Any) -> str:

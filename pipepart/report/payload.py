@@ -71,11 +71,15 @@ def make_payload(
             "Give the graph that was planned, or leave it out."
         )
     if measured is not None and measured.stages != plan.stages:
-        raise PlanError(f"the measured timeline has {measured.stages} stages, the plan {plan.stages}; give its own trace")
+        raise PlanError(
+            f"the measured timeline has {measured.stages} stages, the plan {plan.stages}; give its own trace"
+        )
     if measured_step is None and measured is not None:
         measured_step = measured.step_time
     if measured is not None and (measured.edges is None or not measured.activation):
-        measured = Timeline(measured.stages, measured.events, plan.edges, plan.costs.activation, measured.kept_for_weight)
+        measured = Timeline(
+            measured.stages, measured.events, plan.edges, plan.costs.activation, measured.kept_for_weight
+        )
     view = graph or GraphView.from_names(plan.ops, plan.graph_hash)
     return {
         "version": 1,
@@ -156,7 +160,7 @@ def _graph(view: GraphView, known: bool) -> dict[str, Any]:
     columns: dict[str, Any] = {"name": view.name}
     for field in ("kind", "target", "module", "module_class", "source", "shape", "dtype"):
         columns[field] = coded(getattr(view, field))
-    for field in ("output_bytes", "flops", "saved_bytes"):
+    for field in ("output_bytes", "flops", "saved_bytes", "parameter_bytes"):
         columns[field] = getattr(view, field)
     for field in ("forward", "backward_input", "backward_weight"):
         columns[field] = [float(f"{seconds:.5g}") for seconds in getattr(view, field)]
@@ -166,7 +170,6 @@ def _graph(view: GraphView, known: bool) -> dict[str, Any]:
         "columns": columns,
         "words": list(words),
         "parameters": [coded(names) for names in view.parameters],
-        "parameter_bytes": dict(view.parameter_bytes),
         "edges": [op for edge in view.edges for op in edge],
         "tied": view.tied,
     }

@@ -17,7 +17,9 @@ _LANE = {"SEND": "send", "RECV": "receive", "REDUCE": "reduce"}
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "REDUCE": "reduce"}
 
 
-def write_perfetto(path: str | Path, timeline: Timeline, *, measured: Timeline | None = None, title: str = "pipepart") -> Path:
+def write_perfetto(
+    path: str | Path, timeline: Timeline, *, measured: Timeline | None = None, title: str = "pipepart"
+) -> Path:
     """Write a trace file: a process per stage, a slice per action, a flow per message, a counter for live activations.
 
     With `measured` both timelines are in the file, as processes of their own.
@@ -68,7 +70,14 @@ def trace_events(
         for time, level in curve:
             name = "live activations"
             found.append(
-                {"ph": "C", "name": name, "pid": first_process + stage, "tid": 0, "ts": time * 1e6, "args": {"live": level}}
+                {
+                    "ph": "C",
+                    "name": name,
+                    "pid": first_process + stage,
+                    "tid": 0,
+                    "ts": time * 1e6,
+                    "args": {"live": level},
+                }
             )
     return found
 

@@ -36,7 +36,17 @@ class _Drawing:
         size = f'width="{max(0.0, width):.2f}" height="{height:.2f}"'
         self.parts.append(f'<rect x="{x:.2f}" y="{y:.2f}" {size} fill="{fill}"{more}/>')
 
-    def text(self, x: float, y: float, words: str, *, size: float = 11, fill: str = "", anchor: str = "start", bold: bool = False) -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: float = 11,
+        fill: str = "",
+        anchor: str = "start",
+        bold: bool = False,
+    ) -> None:
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
             f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size}" fill="{fill or self.ink}" text-anchor="{anchor}"{weight}>'
@@ -86,7 +96,9 @@ def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
         name = f"stage {chunk.stage}" + (f", chunk {index}" if plan.chunks_per_stage > 1 else "")
         drawing.text(x + 8, y + 19, _fit(name, box - 12), bold=True)
         drawing.text(x + 8, y + 33, _fit(chunk.first, box - 12), fill=drawing.soft, size=10)
-        drawing.text(x + 8, y + 46, _fit(chunk.last if chunk.last != chunk.first else "", box - 12), fill=drawing.soft, size=10)
+        drawing.text(
+            x + 8, y + 46, _fit(chunk.last if chunk.last != chunk.first else "", box - 12), fill=drawing.soft, size=10
+        )
         times = f"F {format_seconds(chunk.forward)}  B {format_seconds(chunk.backward)}"
         drawing.text(x + 8, y + 60, _fit(times, box - 12), size=10)
         item = traffic.get((index, index + 1))
@@ -94,17 +106,34 @@ def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
             sent = format_bytes(item.forward_bytes)
             if (index + 1) % per_row:
                 middle = y + height / 2
-                drawing.path(f"M{x + box + 3:.1f} {middle:.1f}h{hop - 10:.1f}", drawing.soft, ' stroke-width="1.4" marker-end="url(#tip)"')
+                drawing.path(
+                    f"M{x + box + 3:.1f} {middle:.1f}h{hop - 10:.1f}",
+                    drawing.soft,
+                    ' stroke-width="1.4" marker-end="url(#tip)"',
+                )
                 drawing.text(x + box + hop / 2, middle - 5, sent, size=9, fill=drawing.soft, anchor="middle")
             else:
-                drawing.text(x + box, y + height + 14, f"{sent} to chunk {index + 1}", size=9, fill=drawing.soft, anchor="end")
+                drawing.text(
+                    x + box, y + height + 14, f"{sent} to chunk {index + 1}", size=9, fill=drawing.soft, anchor="end"
+                )
     if rows == 1:
         for number, item in enumerate(skips[:12]):
             x1, y1 = corner(item.source)
             x2, _ = corner(item.target)
             a, b, lift = x1 + box / 2, x2 + box / 2, 12 + 12 * (number % 3)
-            drawing.path(f"M{a:.1f} {y1:.1f}C{a:.1f} {y1 - lift:.1f} {b:.1f} {y1 - lift:.1f} {b:.1f} {y1 - 1:.1f}", drawing.soft, ' stroke-dasharray="5 3" marker-end="url(#tip)"')
-            drawing.text((a + b) / 2, y1 - lift * 0.75 - 3, format_bytes(item.forward_bytes), size=9, fill=drawing.soft, anchor="middle")
+            drawing.path(
+                f"M{a:.1f} {y1:.1f}C{a:.1f} {y1 - lift:.1f} {b:.1f} {y1 - lift:.1f} {b:.1f} {y1 - 1:.1f}",
+                drawing.soft,
+                ' stroke-dasharray="5 3" marker-end="url(#tip)"',
+            )
+            drawing.text(
+                (a + b) / 2,
+                y1 - lift * 0.75 - 3,
+                format_bytes(item.forward_bytes),
+                size=9,
+                fill=drawing.soft,
+                anchor="middle",
+            )
     return top + above + rows * (height + 26)
 
 
@@ -136,7 +165,9 @@ def _chart(drawing: _Drawing, timeline: Timeline, label: str, top: float, span: 
     return y
 
 
-def static_svg(plan: Plan, *, measured: Timeline | None = None, width: float = 900, theme: str = "light", title: str = "") -> str:
+def static_svg(
+    plan: Plan, *, measured: Timeline | None = None, width: float = 900, theme: str = "light", title: str = ""
+) -> str:
     """The partition above its schedule, predicted and (if given) measured, as the text of a standalone SVG."""
     drawing = _Drawing(width, theme)
     drawing.parts.append(
@@ -159,7 +190,15 @@ def static_svg(plan: Plan, *, measured: Timeline | None = None, width: float = 9
     return drawing.finish(y + 28, heading)
 
 
-def write_svg(path: str | Path, plan: Plan, *, measured: Timeline | None = None, width: float = 900, theme: str = "light", title: str = "") -> Path:
+def write_svg(
+    path: str | Path,
+    plan: Plan,
+    *,
+    measured: Timeline | None = None,
+    width: float = 900,
+    theme: str = "light",
+    title: str = "",
+) -> Path:
     """Write `static_svg` to a file."""
     Path(path).write_text(static_svg(plan, measured=measured, width=width, theme=theme, title=title), encoding="utf-8")
     return Path(path)

@@ -79,6 +79,10 @@ def load_timeline(path: str | Path) -> Timeline:
             raise KeyError("version")
         return unpack(data)
     except FileNotFoundError as error:
-        raise PlanError(f"there is no timeline at {str(path)!r}. Trace a step, then save_timeline(path, trace).") from error
+        raise PlanError(
+            f"there is no timeline at {str(path)!r}. Trace a step, then save_timeline(path, trace)."
+        ) from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise PlanError(f"{str(path)!r} is not a timeline of version {VERSION} ({error!r}). Trace the step again.") from error
+        raise PlanError(
+            f"{str(path)!r} is not a timeline of version {VERSION} ({error!r}). Trace the step again."
+        ) from error

@@ -414,7 +414,8 @@
     explain(node) {
       const g = this.graph, plan = this.plan, rows = [], extra = [];
       const row = (name, value) => { if (value !== "" && value !== null && value !== undefined) rows.push(h("dt", {}, name), h("dd", {}, value)); };
-      const bytes = [...node.parameters].reduce((sum, name) => sum + (g.parameterBytes[name] || 0), 0);
+      const held = [...node.parameters.values()], bytes = held.reduce((sum, p) => sum + p.bytes, 0);
+      const names = new Set(held.flatMap((p) => p.names));
       if (node.op >= 0) {
         const op = node.op, chunk = plan.chunk_of[op];
         row("op", g.name(op));
@@ -441,8 +442,8 @@
       }
       row("FLOPs", node.sum.flops ? pp.count(node.sum.flops) : "");
       row("saved", node.sum.saved ? `${pp.bytes(node.sum.saved)} per micro-batch` : "");
-      row("weights", bytes ? `${pp.bytes(bytes)} in ${pp.plural(node.parameters.size, "tensor")}` : "");
-      const tied = g.tied.filter(([name]) => node.parameters.has(name));
+      row("weights", bytes ? `${pp.bytes(bytes)} in ${pp.plural(names.size, "tensor")}` : "");
+      const tied = g.tied.filter(([name]) => names.has(name));
       for (const [name, ops] of tied.slice(0, 4)) extra.push(h("h3", {}, `tied weight ${name}`), h("ul", {}, ops.slice(0, 8).map((o) => this.opLink(o))));
       this.details.replaceChildren(h("h3", {}, node.label), h("dl", {}, rows), ...extra.filter(Boolean));
       this.details.dataset.shown = node.label;

@@ -19,7 +19,7 @@
       moduleClass: word("module_class"), source: word("source"), shape: word("shape"), dtype: word("dtype"),
       outputBytes: value("output_bytes"), flops: value("flops"), saved: value("saved_bytes"), forward: value("forward"),
       backward: (op) => value("backward_input")(op) + value("backward_weight")(op),
-      parameters: (op) => data.parameters[op].map((n) => words[n]), parameterBytes: data.parameter_bytes,
+      parameters: (op) => data.parameters[op].map((n) => words[n]), parameterBytes: value("parameter_bytes"),
     };
   };
 
@@ -157,18 +157,19 @@
     const leaf = new Array(graph.count);
     const total = () => ({ ops: 0, forward: 0, backward: 0, saved: 0, flops: 0, bytes: 0 });
     (function finish(node, parent, depth) {
-      Object.assign(node, { id: number++, parent, depth, sum: total(), stages: new Map(), parameters: new Set() });
+      Object.assign(node, { id: number++, parent, depth, sum: total(), stages: new Map(), parameters: new Map() });
       if (node.op >= 0) {
         const op = node.op, stage = plan.placement[plan.chunk_of[op]], time = graph.forward(op) + graph.backward(op);
         leaf[op] = node;
         node.sum = { ops: 1, forward: graph.forward(op), backward: graph.backward(op), saved: graph.saved(op), flops: graph.flops(op) };
         node.stages.set(stage, [1, time]);
-        for (const name of graph.parameters(op)) node.parameters.add(name);
+        const names = graph.parameters(op);
+        if (names.length) node.parameters.set(names.join("\n"), { names, bytes: graph.parameterBytes(op) });
       }
       for (const child of node.children) {
         finish(child, node, depth + 1);
         for (const key of ["ops", "forward", "backward", "saved", "flops"]) node.sum[key] += child.sum[key];
-        for (const name of child.parameters) node.parameters.add(name);
+        for (const [key, held] of child.parameters) node.parameters.set(key, held); // tied weights count once
         for (const [stage, [n, time]] of child.stages) {
           const mine = node.stages.get(stage) || [0, 0];
           node.stages.set(stage, [mine[0] + n, mine[1] + time]);

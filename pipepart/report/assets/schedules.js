@@ -6,7 +6,7 @@
   const KINDS = {
     gpipe: { summary: "all forwards, then all backwards" },
     "1f1b": { summary: "one forward, one backward in turn", fixedChunks: 1, slack: true },
-    interleaved: { summary: "1F1B over several chunks per stage", slack: true },
+    interleaved: { summary: "1F1B over several chunks per stage" },
     zb_h1: { summary: "split backward, memory of 1F1B", fixedChunks: 1, splits: true },
     zb_h2: { summary: "split backward, twice the memory", fixedChunks: 1, splits: true },
     zb_v: { summary: "split backward, two chunks per stage in a V", fixedChunks: 2, splits: true },
@@ -47,7 +47,8 @@
 
   function oneFOneB(stages, microbatches, slack) {
     return schedule("1f1b", stages, microbatches, loopedPlacement(stages, 1), (stage) => {
-      const ahead = Math.min(microbatches, stages - stage + slack), list = [];
+      const after = stages - 1 - stage;
+      const ahead = Math.min(microbatches, after + 1 + (after ? Math.ceil((slack * after) / (stages - 1)) : 0)), list = [];
       for (let k = 0; k < ahead; k++) list.push(act("F", stage, k));
       for (let k = 0; k < microbatches; k++) {
         list.push(act("B", stage, k));
@@ -73,14 +74,13 @@
     return order;
   }
 
-  function interleaved(stages, microbatches, chunks, slack) {
+  function interleaved(stages, microbatches, chunks) {
     const groups = groupSizes(stages, microbatches), total = microbatches * chunks;
     return schedule("interleaved", stages, microbatches, loopedPlacement(stages, chunks), (stage) => {
       const held = heldBy(stage, stages, chunks);
       const forwards = loopedOrder(held, groups), backwards = loopedOrder(held.slice().reverse(), groups);
-      const ahead = chunks === 1
-        ? Math.min(total, stages - stage + slack)
-        : Math.min(total, (chunks - 1) * groups[0] + 2 * (stages - stage - 1) + 1 + slack);
+      const after = stages - 1 - stage;
+      const ahead = Math.min(total, chunks > 1 ? (chunks - 1) * groups[0] + 2 * after + 1 : after + 1);
       const list = [];
       for (let n = 0; n < ahead; n++) list.push(act("F", ...forwards[n]));
       for (let n = 0; n < total; n++) {
@@ -91,20 +91,37 @@
     });
   }
 
-  function forwardOnly(stages, microbatches, placement) {
-    const chunks = placement.length;
-    const held = Array.from({ length: stages }, () => []);
-    for (let c = chunks - 1; c >= 0; c--) held[placement[c]].push(c);
+  function taken(stages, microbatches, placement, deepFirst) {
+    const chunks = placement.length, held = Array.from({ length: stages }, () => []);
+    for (let n = 0; n < chunks; n++) {
+      const c = deepFirst ? chunks - 1 - n : n;
+      held[placement[c]].push(c);
+    }
     const arrived = [microbatches, ...Array(chunks).fill(0)], done = Array(chunks).fill(0);
     const orders = Array.from({ length: stages }, () => []);
-    while (done[chunks - 1] < microbatches) {
-      const taken = held.map((mine) => mine.find((c) => done[c] < arrived[c]));
-      taken.forEach((chunk, stage) => {
+    let units = 0;
+    for (; done[chunks - 1] < microbatches; units++) {
+      const chosen = held.map((mine) => mine.find((c) => done[c] < arrived[c]));
+      chosen.forEach((chunk, stage) => {
         if (chunk !== undefined) orders[stage].push(act("F", chunk, done[chunk]++));
       });
-      for (const chunk of taken) if (chunk !== undefined) arrived[chunk + 1] = done[chunk];
+      for (const chunk of chosen) if (chunk !== undefined) arrived[chunk + 1] = done[chunk];
     }
-    return { name: "forward", stages, microbatches, placement, actions: orders };
+    return { units, orders };
+  }
+
+  function forwardOnly(stages, microbatches, placement) {
+    const looped = loopedPlacement(stages, Math.floor(placement.length / stages));
+    let actions;
+    if (looped.length === placement.length && looped.every((home, c) => home === placement[c])) {
+      const groups = groupSizes(stages, microbatches);
+      actions = Array.from({ length: stages }, (_, stage) =>
+        loopedOrder(heldBy(stage, stages, placement.length / stages), groups).map(([chunk, k]) => act("F", chunk, k)));
+    } else {
+      const deep = taken(stages, microbatches, placement, true), wide = taken(stages, microbatches, placement, false);
+      actions = (wide.units < deep.units ? wide : deep).orders;
+    }
+    return { name: "forward", stages, microbatches, placement, actions };
   }
 
   function delayedWeights(name, stages, microbatches, depth) {
@@ -145,23 +162,9 @@
   }
 
   function zbV(stages, microbatches) {
-    const pattern = zbVPattern(stages, microbatches);
-    if (microbatches >= 2 * stages - 1) return pattern;
-    const even = pp.evenCosts(stages, 2);
-    const found = [pattern];
-    for (const forwardFirst of [false, true]) {
-      const limits = Array(stages).fill(stages);
-      found.push(pp.listSchedule("zb_v", vPlacement(stages), microbatches, even, limits, { patience: 0, forwardFirst }));
-    }
-    let best = null, bestKey = null;
-    for (const candidate of found) {
-      const key = [pp.simulate(candidate, even).stepTime, Math.max(...pp.peakActivations(candidate))];
-      if (!bestKey || key[0] < bestKey[0] || (key[0] === bestKey[0] && key[1] < bestKey[1])) {
-        best = candidate;
-        bestKey = key;
-      }
-    }
-    return best;
+    if (microbatches > stages) return zbVPattern(stages, microbatches);
+    const limits = Array(stages).fill(Infinity);
+    return pp.listSchedule("zb_v", vPlacement(stages), microbatches, pp.evenCosts(stages, 2), limits, { patience: 0 });
   }
 
   /** The schedule of that name; chunks is per stage. Throws with a sentence for the user when it cannot be. */
@@ -174,7 +177,7 @@
     switch (name) {
       case "gpipe": return gpipe(stages, microbatches, chunks);
       case "1f1b": return oneFOneB(stages, microbatches, slack);
-      case "interleaved": return interleaved(stages, microbatches, chunks, slack);
+      case "interleaved": return interleaved(stages, microbatches, chunks);
       case "zb_h1": return delayedWeights("zb_h1", stages, microbatches, 1);
       case "zb_h2": return delayedWeights("zb_h2", stages, microbatches, 2);
       case "zb_v": return zbV(stages, microbatches);

@@ -122,6 +122,41 @@
     return { actions, stage, first, needs, users };
   }
 
+  /** The links under contention: a stage sends one message at a time and receives one at a time. A message starts as
+      soon as both ends are free; of those that wait for the same end, the one that was ready first. */
+  class Ports {
+    constructor(stages) {
+      this.outBusy = Array(stages).fill(false);
+      this.inBusy = Array(stages).fill(false);
+      this.pairs = new Map();
+      this.ofSender = Array.from({ length: stages }, () => []);
+      this.ofReceiver = Array.from({ length: stages }, () => []);
+    }
+    add(message, sender, receiver, seconds) {
+      const key = sender * 65536 + receiver;
+      if (!this.pairs.has(key)) {
+        const pair = { sender, receiver, queue: [], at: 0 };
+        this.pairs.set(key, pair);
+        this.ofSender[sender].push(pair);
+        this.ofReceiver[receiver].push(pair);
+      }
+      this.pairs.get(key).queue.push([message, seconds]);
+    }
+    start(senders, receivers) {
+      const begun = [], pairs = new Set([...senders.flatMap((n) => this.ofSender[n]), ...receivers.flatMap((n) => this.ofReceiver[n])]);
+      for (;;) {
+        let best = null;
+        for (const pair of pairs) {
+          if (pair.at >= pair.queue.length || this.outBusy[pair.sender] || this.inBusy[pair.receiver]) continue;
+          if (!best || pair.queue[pair.at][0] < best.queue[best.at][0]) best = pair;
+        }
+        if (!best) return begun;
+        this.outBusy[best.sender] = this.inBusy[best.receiver] = true;
+        begun.push(best.queue[best.at++]);
+      }
+    }
+  }
+
   function run(graph, schedule, costs, sends) {
     const { actions, stage: stageOf, first, needs, users } = graph;
     const seconds = actions.map((a) => {
@@ -131,52 +166,71 @@
       return costs.backward_weight[a.chunk];
     });
     const ahead = table(costs.send_forward), behind = table(costs.send_backward);
-    const outFree = Array(schedule.stages).fill(0), inFree = Array(schedule.stages).fill(0);
+    const ports = costs.contention ? new Ports(schedule.stages) : null, moves = [];
     const waiting = needs.map((need) => need.length);
     const arrived = new Float64Array(actions.length);
     const start = new Float64Array(actions.length), end = new Float64Array(actions.length);
     const cursor = first.slice(0, -1), free = Array(schedule.stages).fill(0);
-    const running = new Heap();
+    const running = new Heap(); // [end, action], or [end, -1 - message]
     const begin = (stage) => {
-      let n = cursor[stage];
+      let n = cursor[stage], time = free[stage];
       while (n < first[stage + 1] && waiting[n] === 0) {
-        start[n] = Math.max(free[stage], arrived[n]);
-        end[n] = free[stage] = start[n] + seconds[n];
-        running.push([end[n], n]);
+        start[n] = arrived[n] > time ? arrived[n] : time;
+        end[n] = time = start[n] + seconds[n];
+        running.push([time, n]);
         n++;
       }
       cursor[stage] = n;
+      free[stage] = time;
+    };
+    const sent = (n, user, leave, arrive) => {
+      const a = actions[n], payload = a.kind === "F" ? "F" : "B";
+      sends.push({ stage: stageOf[n], kind: "SEND", chunk: a.chunk, k: a.k, peer: actions[user].chunk, payload, start: leave, end: arrive });
+    };
+    const startMoves = (now, senders, receivers) => {
+      for (const [message, cost] of ports.start(senders, receivers)) {
+        running.push([now + cost, -1 - message]);
+        sent(...moves[message], now, now + cost);
+      }
     };
     for (let s = 0; s < schedule.stages; s++) begin(s);
     let finished = 0;
     while (running.size) {
       const [now, n] = running.pop();
+      if (n < 0) {
+        const [source, user] = moves[-1 - n];
+        ports.outBusy[stageOf[source]] = ports.inBusy[stageOf[user]] = false;
+        startMoves(now, [stageOf[source]], [stageOf[user]]);
+        waiting[user]--;
+        arrived[user] = Math.max(arrived[user], now);
+        begin(stageOf[user]);
+        continue;
+      }
       finished++;
-      const stage = stageOf[n], action = actions[n], woken = new Set(), sent = new Map();
+      const stage = stageOf[n], action = actions[n];
+      let asked = false;
       for (const user of users[n]) {
-        const home = stageOf[user], target = actions[user].chunk;
+        const home = stageOf[user];
         let when = now;
         if (home !== stage) {
-          if (!sent.has(target)) {
-            const cost = action.kind === "F" ? ahead(action.chunk, target) : behind(target, action.chunk);
-            let leave = now;
-            if (costs.contention) {
-              leave = Math.max(now, outFree[stage], inFree[home]);
-              outFree[stage] = inFree[home] = leave + cost;
-            }
-            sent.set(target, leave + cost);
-            if (cost && sends) {
-              const payload = action.kind === "F" ? "F" : "B";
-              sends.push({ stage, kind: "SEND", chunk: action.chunk, k: action.k, peer: target, payload, start: leave, end: leave + cost });
-            }
+          const target = actions[user].chunk;
+          const cost = action.kind === "F" ? ahead(action.chunk, target) : behind(target, action.chunk);
+          if (cost && ports) {
+            ports.add(moves.length, stage, home, cost);
+            moves.push([n, user]);
+            asked = true;
+            continue;
           }
-          when = sent.get(target);
+          if (cost) {
+            when = now + cost;
+            sent(n, user, now, when);
+          }
         }
-        woken.add(home);
         waiting[user]--;
         if (when > arrived[user]) arrived[user] = when;
+        if (waiting[user] === 0) begin(home);
       }
-      for (const other of woken) begin(other);
+      if (asked) startMoves(now, [stage], []);
     }
     if (finished < actions.length) throw new Error(`${schedule.name}: this order cannot be carried out`);
     return { start, end };
@@ -220,7 +274,7 @@
       { stage: graph.stage[n], kind: a.kind, chunk: a.chunk, k: a.k, peer: null, payload: null, start: start[n], end: end[n] }
     ));
     events.push(...sends, ...reductions(graph, schedule, costs, edges, end));
-    events.sort((a, b) => a.start - b.start || a.end - b.end || a.stage - b.stage);
+    events.sort((a, b) => a.start - b.start);
     return pp.timeline({
       stages: schedule.stages, events, edges, activation: costs.activation, kept: costs.kept_for_weight,
       placement: schedule.placement,

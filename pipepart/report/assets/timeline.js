@@ -140,7 +140,7 @@
   pp.criticalPath = function (timeline) {
     const { events, edges } = timeline;
     if (!events.length) return [];
-    const computed = new Map(), sent = new Map(), lanes = new Map();
+    const computed = new Map(), sent = new Map(), lanes = new Map(), home = timeline.placement;
     const push = (key, e) => (lanes.get(key) || lanes.set(key, []).get(key)).push(e);
     for (const e of events) {
       if (COMPUTE.has(e.kind)) {
@@ -149,7 +149,7 @@
       } else if (e.kind === "SEND") {
         sent.set(`${e.payload} ${e.chunk} ${e.peer} ${e.k}`, e);
         push(`out ${e.stage}`, e);
-        push(`in ${e.peer}`, e);
+        push(`in ${home[e.peer]}`, e);
       } else if (e.kind === "REDUCE") push(`reduce ${e.stage}`, e);
     }
     for (const lane of lanes.values()) lane.sort((a, b) => a.end - b.end);
@@ -173,8 +173,12 @@
       sent.get(`${payload} ${source} ${target} ${k}`) || computed.get(`${payload} ${source} ${k}`);
     const waitedFor = (e) => {
       if (e.kind === "SEND")
-        return [computed.get(`${e.payload} ${e.chunk} ${e.k}`), before(`out ${e.stage}`, e), before(`in ${e.peer}`, e)];
-      if (e.kind === "REDUCE") return [before(`compute ${e.stage}`, e), before(`reduce ${e.stage}`, e)];
+        return [computed.get(`${e.payload} ${e.chunk} ${e.k}`), before(`out ${e.stage}`, e), before(`in ${home[e.peer]}`, e)];
+      if (e.kind === "REDUCE") {
+        const own = [before(`compute ${e.stage}`, e), before(`reduce ${e.stage}`, e)];
+        if (own.some((other) => other && other.end >= e.start - 1e-12)) return own;
+        return own.concat(timeline.compute.map((_, stage) => before(`compute ${stage}`, e)));
+      }
       const same = before(`compute ${e.stage}`, e);
       if (e.kind === "F") return [same, ...(sources.get(e.chunk) || []).map((s) => produced("F", s, e.chunk, e.k))];
       if (e.kind === "W") return [same, computed.get(`B ${e.chunk} ${e.k}`)];

@@ -17,11 +17,19 @@
     });
   };
 
+  /** The plan's own order of actions, read off its timeline: for schedules that have no rule, found or from a file. */
+  pp.ownSchedule = function (plan, { stages, microbatches }) {
+    if (stages !== plan.stages || microbatches !== plan.microbatches)
+      throw new Error(`the plan's own order is for ${plan.stages} stages and ${plan.microbatches} micro-batches`);
+    const actions = pp.unpackTimeline(plan.timeline).compute;
+    return { name: plan.schedule, stages, microbatches, placement: plan.placement, actions };
+  };
+
   /** Simulate a plan's chunks with another schedule. Throws with a sentence if it cannot be. */
   pp.whatIf = function (plan, choice) {
     const chunks = plan.placement.length;
     if (chunks % choice.stages) throw new Error(`${chunks} chunks cannot be shared equally by ${choice.stages} stages`);
-    const schedule = pp.makeSchedule(choice.schedule, {
+    const schedule = choice.schedule === "as planned" ? pp.ownSchedule(plan, choice) : pp.makeSchedule(choice.schedule, {
       stages: choice.stages, microbatches: choice.microbatches, chunks: chunks / choice.stages, slack: choice.slack,
     });
     const timeline = pp.simulate(schedule, pp.scaledCosts(plan, choice), plan.edges);
@@ -32,7 +40,8 @@
 
   pp.renderWhatIf = function (root, data) {
     const { plan } = data, chunks = plan.placement.length;
-    const state = { schedule: plan.schedule, stages: plan.stages, microbatches: plan.microbatches, slack: plan.slack, keepBatch: false, link: 1, compute: 1 };
+    const ruled = Boolean(pp.SCHEDULE_KINDS[plan.schedule]);
+    const state = { schedule: ruled ? plan.schedule : "as planned", stages: plan.stages, microbatches: plan.microbatches, slack: plan.slack, keepBatch: false, link: 1, compute: 1 };
     const divisors = Array.from({ length: chunks }, (_, n) => n + 1).filter((n) => chunks % n === 0);
     const choose = (name, options, id) => {
       const select = h("select", { id, onchange: () => { state[name] = isNaN(select.value) ? select.value : Number(select.value); update(); } },
@@ -50,6 +59,7 @@
     };
     const factors = [["0", "free"], ["0.25", "4 x faster"], ["0.5", "2 x faster"], ["1", "as planned"], ["2", "2 x slower"], ["4", "4 x slower"], ["10", "10 x slower"]];
     const names = Object.keys(data.schedules).filter((n) => n !== "forward" && pp.SCHEDULE_KINDS[n]);
+    if (!ruled) names.unshift("as planned");
     const schedules = h("select", { id: "whatif-schedule", onchange: () => { state.schedule = schedules.value; update(); } },
       names.map((n) => h("option", { value: n }, n)));
     schedules.value = state.schedule;
@@ -75,7 +85,8 @@
         return;
       }
       holder.hidden = false;
-      error.textContent = pp.SCHEDULE_KINDS[state.schedule].slack || !state.slack ? "" : `${state.schedule} takes no slack: it is left out.`;
+      const kind = pp.SCHEDULE_KINDS[state.schedule];
+      error.textContent = !kind || kind.slack || !state.slack ? "" : `${state.schedule} takes no slack: it is left out.`;
       const peaks = pp.peaks(timeline), most = Math.max(...peaks), base = Math.max(...plan.memory.map((m) => m.activations));
       const weighs = plan.costs.activation.some((v) => v > 0);
       result.replaceChildren(
@@ -95,6 +106,7 @@
       const counts = [...new Set([1, 2, 4, 8, 16].map((n) => n * state.stages).concat(plan.microbatches, state.microbatches))]
         .filter((m) => m * chunks <= 8192).sort((a, b) => a - b);
       const possible = names.filter((n) => {
+        if (n === "as planned") return false;
         try { pp.makeSchedule(n, { stages: state.stages, microbatches: 1, chunks: chunks / state.stages }); return true; } catch { return false; }
       });
       let best = 0;
