@@ -65,8 +65,9 @@ def _processor() -> str:
 
 def _read(path: Path) -> OpCosts | None:
     try:
-        data = json.loads(path.read_text())
-        return OpCosts(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+        data: dict[str, Any] = json.loads(path.read_text())
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
+        return OpCosts(**fields)
     except (OSError, ValueError, TypeError):
         return None  # absent, or written by another version: measure again
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -113,12 +114,14 @@ class _OpProfiler(fx.Interpreter):
     ) -> tuple[Any, dict[int, int]]:
         """The op's result, and the storages (with their sizes) that it keeps for its backward."""
         trainable = [p for p in weights if p.requires_grad]
-        forward, backward, inputs_only = [], [], []
+        forward: list[float] = []
+        backward: list[float] = []
+        inputs_only: list[float] = []
         result: Any = None
         saved = _SavedBytes({p.untyped_storage().data_ptr() for p in weights})
         for repeat in _until_steady(forward, backward):
             leaves: list[torch.Tensor] = []
-            fresh = fx.node.map_aggregate((args, kwargs), lambda a, found=leaves: _leaf(a, found, inplace))
+            fresh = fx.node.map_aggregate((args, kwargs), functools.partial(_leaf, leaves, inplace))
             with saved.hooks() if repeat == 0 else nullcontext(), self._context():
                 started = time.perf_counter()
                 out = call(*fresh)
@@ -179,7 +182,7 @@ def _timed_grad(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence[Any
     return time.perf_counter() - started
 
 
-def _leaf(value: Any, leaves: list[torch.Tensor], inplace: bool) -> Any:
+def _leaf(leaves: list[torch.Tensor], inplace: bool, value: Any) -> Any:
     """An input of an op as a leaf of its own little graph."""
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
         return value

@@ -84,10 +84,10 @@ def _allowed(graph: OpGraph, group: Sequence[int], homes: Mapping[str, set[int]]
         for name in graph.ops[op].parameters:
             options &= homes.get(name, options)
     if not options:
-        op = graph.ops[group[0]]
+        first = graph.ops[group[0]]
         raise PlanError(
-            f"{op.name!r} in module {op.module!r} uses parameters that the plan has put on different stages. "
-            f"Keep them together: keep_together=[[{op.module!r}]]."
+            f"{first.name!r} in module {first.module!r} uses parameters that the plan has put on different stages. "
+            f"Keep them together: keep_together=[[{first.module!r}]]."
         )
     return sorted(options)
 

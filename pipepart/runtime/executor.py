@@ -174,8 +174,9 @@ class _Step:
             edges = self._routes.forward[pair]
             content = [values[edge.name] for edge in edges]
             if self._routes.local(pair):
+                key = (*pair, microbatch)
                 detached = [v.detach() if isinstance(v, torch.Tensor) else v for v in content]
-                self._local_values[(*pair, microbatch)] = detached
+                self._local_values[key] = detached
             else:
                 self._outbox.send_values(Message("F", *pair, microbatch), edges, content)
 
@@ -227,7 +228,8 @@ class _Step:
             leaf = stash.leaves[edge.name]
             content.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         if self._routes.local(pair):
-            self._local_gradients[(*pair, microbatch)] = content
+            key = (*pair, microbatch)
+            self._local_gradients[key] = content
         else:
             self._outbox.send_gradients(Message("B", pair[1], pair[0], microbatch), content)
 

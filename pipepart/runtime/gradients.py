@@ -65,7 +65,7 @@ class GradientSync:
             flat = torch.cat([g.reshape(-1) for g in gradients])
             dist.all_reduce(flat, group=groups.copies)
             flat /= replicas
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
+            for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients])):
                 gradient.copy_(part.view_as(gradient))
 
 

@@ -130,7 +130,7 @@ class Groups:
 
 def _own(rank: int, all_ranks: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup:
     """Make one group for each list of ranks (all ranks must do that together) and return the one with `rank` in it."""
-    found = None
+    found: dist.ProcessGroup | None = None
     for ranks in all_ranks:
         group = dist.new_group(ranks, timeout=timeout)
         if rank in ranks:
