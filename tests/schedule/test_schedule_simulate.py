@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -219,9 +221,7 @@ def test_times_are_those_of_a_naive_simulation(case):
     schedule, costs = case
     timeline = simulate(schedule, costs)
     expected = naive_times(schedule, costs)
-    found = {
-        (e.action.kind, e.action.chunk, e.action.microbatch): e.end for mine in timeline.compute for e in mine
-    }
+    found = {(e.action.kind, e.action.chunk, e.action.microbatch): e.end for mine in timeline.compute for e in mine}
     assert found.keys() == expected.keys()
     for key, end in expected.items():
         assert found[key] == pytest.approx(end)
@@ -240,7 +240,7 @@ def test_the_critical_path_explains_the_whole_step(case, contention):
     path = timeline.critical_path
     assert path[0].start == 0
     assert path[-1].end == timeline.step_time
-    for before, after in zip(path, path[1:]):
+    for before, after in pairwise(path):
         assert after.start == pytest.approx(before.end)
 
 
@@ -257,4 +257,4 @@ def test_contention_never_makes_a_message_arrive_earlier_than_alone(case):
     sends = [e for e in together.events if e.action.kind == "SEND"]
     for stage in range(schedule.stages):
         mine = sorted((e for e in sends if e.stage == stage), key=lambda e: e.start)
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(mine, mine[1:]))
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(mine))

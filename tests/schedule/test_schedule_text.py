@@ -1,0 +1,60 @@
+"""Pictures and tables: the pictures in the docstrings are those of the simulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipepart.schedule import ChunkCosts, Edges, compare, format_table, gantt, make_schedule, simulate, table
+from pipepart.schedule.fixed import forward_only, gpipe, interleaved, one_f_one_b
+from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v
+
+
+@pytest.mark.parametrize(
+    ("generator", "name", "p", "m", "v"),
+    [
+        (gpipe, "gpipe", 4, 4, 1),
+        (one_f_one_b, "1f1b", 4, 6, 1),
+        (interleaved, "interleaved", 2, 4, 2),
+        (forward_only, "forward", 4, 4, 1),
+        (zb_h1, "zb_h1", 4, 6, 1),
+        (zb_h2, "zb_h2", 3, 6, 1),
+        (zb_v, "zb_v", 3, 5, 2),
+    ],
+)
+def test_the_picture_in_the_docstring_is_what_happens(generator, name, p, m, v):
+    schedule = make_schedule(name, stages=p, microbatches=m, chunks=v)
+    picture = gantt(simulate(schedule, ChunkCosts.even(p, v)), unit=1 / v)
+    drawn = "\n".join(line.strip() for line in generator.__doc__.splitlines())
+    assert picture in drawn
+
+
+def test_gantt_shows_uneven_times_reductions_and_colors():
+    costs = ChunkCosts((1.0, 3.0), (1.0, 1.0), (0.0, 0.0), reduce=(2.0, 0.0), send_forward={(0, 1): 1.0})
+    timeline = simulate(make_schedule("gpipe", stages=2, microbatches=1), costs, Edges.chain(2))
+    assert gantt(timeline, unit=1.0) == "stage  0  0.....A~~\nstage  1  ..000A..."
+    assert gantt(timeline, width=18) == "stage  0  00..........AA~~~~\nstage  1  ....000000AA......"
+    assert "\x1b[34m0\x1b[0m" in gantt(timeline, unit=1.0, color=True)
+
+
+def test_the_table_compares_all_schedules_with_the_bound():
+    rows = compare(4, 8)
+    assert [(row.schedule, row.chunks) for row in rows] == [
+        ("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_h2", 1), ("auto", 1),
+        ("gpipe", 2), ("interleaved", 2), ("zb_v", 2), ("auto", 2),
+        ("gpipe", 4), ("interleaved", 4), ("auto", 4),
+    ]  # fmt: skip
+    by_name = {(row.schedule, row.chunks): row for row in rows}
+    assert by_name["1f1b", 1].bubble == pytest.approx(0.2727, abs=5e-5)
+    assert by_name["zb_h2", 1].steady_bubble == pytest.approx(0.0)
+    assert by_name["interleaved", 2].peak == 5.5
+    assert all(row.step_time >= row.bound * (1 - 1e-9) for row in rows)
+    lines = format_table(rows).splitlines()
+    assert len(lines) == 13
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].split() == ["1f1b", "4", "8", "1", "1:1:1", "33", "0.2727", "0.2727", "4", "33", "0.0%"]
+
+
+def test_the_whole_table_has_a_block_per_case():
+    text = table([2], [3, 4], [1], [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0)], send=0.1, auto=False)
+    assert text.count("schedule ") == 4
+    assert "1:2:1" in text
