@@ -48,8 +48,9 @@ class _Graph(Protocol):
 # fmt: off
 _VIEWS = frozenset({
     "alias", "as_strided", "chunk", "contiguous", "detach", "dim", "expand", "expand_as", "flatten", "getattr",
-    "getitem", "identity", "movedim", "mT", "narrow", "numel", "permute", "reshape", "reshape_as", "select", "size", "split",
-    "squeeze", "swapaxes", "t", "T", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+    "getitem", "identity", "movedim", "mT", "narrow", "numel", "permute", "reshape", "reshape_as", "select", "size",
+    "split", "squeeze", "swapaxes", "t", "T", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "view_as",
 })
 _KEEP_NOTHING = frozenset({
     "add", "cat", "clone", "float", "iadd", "isub", "mean", "neg", "pad", "roll", "stack", "sub", "sum", "to", "type",

@@ -20,6 +20,7 @@ from pipepart.partition.search import Found, best_path
 __all__ = ["improve", "state_mask"]
 
 _ROUNDS = 12
+_WORTH = 1e-3
 _NEAR = 24
 _SWAPS = 6
 _CHAIN = 4
@@ -47,7 +48,10 @@ def improve(
         better = best_path(trial, route, best.bottleneck)
         if better is None or (better.bottleneck, better.traffic) >= (best.bottleneck, best.traffic):
             break
+        small = better.bottleneck > best.bottleneck * (1 - _WORTH)
         states, best = trial, better
+        if small:
+            break
     assert int(states.work[-1]) == int(work.sum()), "the last state is the whole model"
     return states, best
 

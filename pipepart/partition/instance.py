@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from pipepart.partition.problem import Link, Problem
 from pipepart.partition.quotient import Quotient
 
-__all__ = ["NEVER", "Instance", "Position", "Wire", "device_kinds", "make_instance", "make_position"]
+__all__ = ["NEVER", "UNBOUNDED", "Instance", "Position", "Wire", "device_kinds", "make_instance", "make_position"]
 
 Ints = NDArray[np.int64]
 
 NEVER = 1 << 60
 """The load of a chunk that is not allowed."""
 
-_UNBOUNDED = 1 << 61
+UNBOUNDED = 1 << 61
+"""A memory limit that nothing reaches."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Position:
     wire_in: int
     wire_out: int
     """Indices of wires; -1: pays nothing."""
+
+    @property
+    def terms(self) -> tuple[int, int, int, int, int]:
+        """All that the load of a chunk depends on: positions with equal terms share their loads."""
+        return self.kind, self.held, self.limit, self.wire_in, self.wire_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,9 +181,10 @@ def make_position(problem: Problem, chunk: int, device: int, chunks: int, microb
         device=device,
         kind=device_kinds(problem)[device],
         held=problem.held(chunk, chunks, microbatches),
-        limit=_UNBOUNDED if math.isinf(room) else math.floor(room),
-        wire_in=links.index(problem.link(chunk - 1)) if chunk > 0 and pays else -1,
-        wire_out=links.index(problem.link(chunk)) if chunk < chunks - 1 and pays else -1,
+        limit=UNBOUNDED if math.isinf(room) else math.floor(room),
+        # The first chunk receives nothing and the last one sends nothing, whatever their wires are.
+        wire_in=links.index(problem.link(max(chunk - 1, 0))) if pays else -1,
+        wire_out=links.index(problem.link(min(chunk, max(chunks - 2, 0)))) if pays else -1,
     )
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipepart.partition.chunkload import Prefixes, chunk_loads
 from pipepart.partition.instance import NEVER, Instance, Ints, Position
+from pipepart.partition.table import Table
 
 __all__ = ["LatticeStates", "all_downsets"]
 
@@ -97,6 +98,9 @@ class LatticeStates:
             border=(start[side] == size[rank]).astype(np.int64),
         )
         self.work: Ints = self.prefixes.least
+        self.tables: dict[object, Table] = {}
+        self._border_sums: dict[int, Ints] = {}
+        self._nothing: Ints = np.zeros(len(instance.pins), dtype=np.int64)
         self._borders()
 
     def _borders(self) -> None:
@@ -105,7 +109,8 @@ class LatticeStates:
         tensors = len(instance.pins)
         states = len(self.work)
         by_class = np.ascontiguousarray(self._member.T).view(np.uint8)
-        self._inside = np.zeros((tensors + 1, states), dtype=np.uint16)
+        most = max((len(pins) for pins in instance.pins), default=0)
+        self._inside = np.zeros((tensors + 1, states), dtype=np.uint8 if most < 256 else np.uint16)
         crossing = np.zeros((tensors, states), dtype=bool)
         for index, pins in enumerate(instance.pins):
             held = self._inside[index]
@@ -129,8 +134,12 @@ class LatticeStates:
         return self._border_sum(self.instance.moved)
 
     def _border_sum(self, weight: Ints) -> Ints:
-        total: Ints = np.append(weight, 0)[self._border].sum(axis=1)
-        return total
+        """State -> weight of the tensors that cross its border (kept: there are few different weights)."""
+        known = self._border_sums.get(id(weight))
+        if known is None:
+            known = np.append(weight, 0)[self._border].sum(axis=1)
+            self._border_sums[id(weight)] = known
+        return known
 
     def loads(self, sources: Ints, targets: Ints, position: Position, limit: int) -> tuple[Ints, Ints]:
         """Load and traffic of the chunk between each source and each target."""
@@ -143,9 +152,8 @@ class LatticeStates:
         for word in self._words:
             nested &= (word[sources][:, None] & ~word[targets][None, :]) == 0
         row, column = np.nonzero(nested)
-        nothing = np.zeros(len(instance.pins), dtype=np.int64)
-        weight_in = instance.wires[position.wire_in].ticks if position.wire_in >= 0 else nothing
-        weight_out = instance.wires[position.wire_out].ticks if position.wire_out >= 0 else nothing
+        weight_in = instance.wires[position.wire_in].ticks if position.wire_in >= 0 else self._nothing
+        weight_out = instance.wires[position.wire_out].ticks if position.wire_out >= 0 else self._nothing
         weights = [weight_in, instance.moved] + ([instance.received] if instance.recomputes else [])
         borders = [self._border_sum(weight)[sources] for weight in weights]
         padded = [np.append(weight, 0) for weight in weights]

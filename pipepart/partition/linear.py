@@ -8,6 +8,7 @@ import numpy as np
 
 from pipepart.partition.chunkload import Prefixes, chunk_loads
 from pipepart.partition.instance import Instance, Ints, Position
+from pipepart.partition.table import Table
 
 __all__ = ["LinearStates"]
 
@@ -26,6 +27,7 @@ class LinearStates:
         self.complete = complete
         self.prefixes = Prefixes.along(instance, self.order)
         self.work: Ints = self.prefixes.least
+        self.tables: dict[object, Table] = {}
         place = np.empty(instance.classes, dtype=np.int64)
         place[self.order] = np.arange(instance.classes)
         low, high, tensor, first, last = [], [], [], [], []

@@ -10,11 +10,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 
 from pipepart.errors import PartitionError
-from pipepart.partition.instance import Instance, Position, make_position
+from pipepart.partition.instance import UNBOUNDED, Instance, Position, make_position
 from pipepart.partition.problem import Problem
 
 __all__ = ["Node", "Route", "make_route"]
@@ -40,6 +41,14 @@ class Route:
 
     nodes: tuple[Node, ...]
     chunks: int
+
+    def without_memory(self) -> Route:
+        """The same route where memory cannot matter: then positions differ by device and links only."""
+        nodes = []
+        for node in self.nodes:
+            before = tuple((b, dataclasses.replace(p, held=0, limit=UNBOUNDED)) for b, p in node.before)
+            nodes.append(dataclasses.replace(node, before=before))
+        return Route(tuple(nodes), self.chunks)
 
     @property
     def positions(self) -> tuple[Position, ...]:

@@ -21,10 +21,11 @@ import numpy as np
 
 from pipepart.partition.instance import NEVER, Ints, Position
 from pipepart.partition.route import Node, Route
+from pipepart.partition.table import Table, blocks
 
 __all__ = ["Found", "States", "best_path", "pairs_to_try"]
 
-_BLOCK = 1 << 20
+_MOST_IN_TABLE = 30_000_000
 
 
 class States(Protocol):
@@ -32,6 +33,9 @@ class States(Protocol):
 
     work: Ints
     """State -> ticks of its classes on the fastest device."""
+
+    tables: dict[object, Table]
+    """Loads that searches before have computed."""
 
     complete: bool
     """These are all downsets: the best path over them is the best one there is."""
@@ -78,6 +82,7 @@ def best_path(
     ``None`` proves that there is none (unless windows were thinned to ``widest`` states).
     """
     work = states.work
+    tables = _shared_tables(states, route, limit)
     fronts: list[_Front] = [_empty() for _ in route.nodes]
     fronts[0] = _Front(*(np.zeros(1, np.int64) for _ in range(4)))
     thinned = False
@@ -91,14 +96,22 @@ def best_path(
             targets = targets[targets == last]
         elif not node.final:
             targets = targets[targets != last]
-        if len(targets) > widest:
+        thin = len(targets) > widest
+        if thin:
             targets = _thin(targets, states.cut_costs(), widest)
             thinned = True
         merged = _empty()
         for before, position in node.before:
             front = fronts[before]
-            if len(front.index) and len(targets):
-                merged = _merge(merged, _step(states, front, targets, position, limit, before, least_traffic))
+            if not len(front.index) or not len(targets):
+                continue
+            table = tables.get(position.terms)
+            if table is not None and not thin and route.nodes[before].before and node.left > 0:
+                window = int(targets[0]), int(targets[-1]) + 1
+                step = _step_by_table(table, len(work), front, window, limit, before, least_traffic)
+            else:
+                step = _step(states, front, targets, position, limit, before, least_traffic)
+            merged = _merge(merged, step)
         fronts[number] = merged
     best: tuple[int, int, int] | None = None
     for number, node in enumerate(route.nodes):
@@ -113,17 +126,25 @@ def best_path(
 
 def pairs_to_try(states: States, route: Route, limit: int) -> int:
     """How many chunks the search would have to look at under a limit, at most."""
-    work = states.work
-    pairs = 0
-    for node in route.nodes:
-        low, high = _window(work, node, limit)
-        target = work[low:high]
-        for before, _ in node.before:
-            first, last = _window(work, route.nodes[before], limit)
-            source = work[first:last]
-            touched = np.searchsorted(source, target, "right") - np.searchsorted(source, target - limit, "left")
-            pairs += int(np.maximum(touched, 0).sum())
-    return pairs
+    windows = [_window(states.work, node, limit) for node in route.nodes]
+    seen: dict[object, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+    for node, window in zip(route.nodes, windows):
+        for before, position in node.before:
+            seen.setdefault(position.terms, []).append((windows[before], window))
+    total = 0
+    for uses in seen.values():
+        each = sum(_pairs(states.work, *use, limit) for use in uses)
+        sources = min(use[0][0] for use in uses), max(use[0][1] for use in uses)
+        targets = min(use[1][0] for use in uses), max(use[1][1] for use in uses)
+        total += min(each, 2 * _pairs(states.work, sources, targets, limit))
+    return total
+
+
+def _pairs(work: Ints, sources: tuple[int, int], targets: tuple[int, int], limit: int) -> int:
+    """Pairs of a source and a target with at most ``limit`` work between them."""
+    source, target = work[slice(*sources)], work[slice(*targets)]
+    touched = np.searchsorted(source, target, "right") - np.searchsorted(source, target - limit, "left")
+    return int(np.maximum(touched, 0).sum())
 
 
 def _window(work: Ints, node: Node, limit: int) -> tuple[int, int]:
@@ -143,19 +164,9 @@ def _step(
     states: States, front: _Front, targets: Ints, position: Position, limit: int, node: int, least_traffic: bool
 ) -> _Front:
     """One more chunk: the best way to each target, in blocks of bounded size."""
-    work = states.work
     reach, value, parent = [], [], []
-    source_work = work[front.index]
-    start = 0
-    while start < len(targets):
-        # As many targets as fit in a block together with the sources whose window touches theirs.
-        first = int(np.searchsorted(source_work, work[targets[start]] - limit, "left"))
-        end = min(len(targets), start + max(1, _BLOCK // max(1, len(front.index) - first)))
-        upto = int(np.searchsorted(source_work, work[targets[end - 1]], "right"))
+    for first, upto, start, end in blocks(states.work, front.index, targets, limit):
         block = targets[start:end]
-        start = end
-        if first >= upto:
-            continue
         load, traffic = states.loads(front.index[first:upto], block, position, limit)
         if least_traffic:
             cost = np.where(load <= limit, front.value[first:upto, None] + traffic, NEVER)
@@ -171,6 +182,70 @@ def _step(
         return _empty()
     index = np.concatenate(reach)
     return _Front(index, np.concatenate(value), np.full(len(index), node, np.int64), np.concatenate(parent))
+
+
+def _shared_tables(states: States, route: Route, limit: int) -> dict[object, Table]:
+    """Tables for positions that come back at many nodes over the same states, where that saves work."""
+    users: dict[object, list[tuple[tuple[int, int], tuple[int, int], Position]]] = {}
+    for node in route.nodes:
+        for before, position in node.before:
+            if route.nodes[before].before and node.left > 0:
+                windows = _window(states.work, route.nodes[before], limit), _window(states.work, node, limit)
+                users.setdefault(position.terms, []).append((*windows, position))
+    tables: dict[object, Table] = {}
+    for terms, uses in users.items():
+        sources = min(use[0][0] for use in uses), max(use[0][1] for use in uses)
+        targets = min(use[1][0] for use in uses), max(use[1][1] for use in uses)
+        known = states.tables.get(terms)
+        if known is not None and known.covers(limit, sources, targets):
+            tables[terms] = known
+            continue
+        once = _pairs(states.work, sources, targets, limit)
+        each = sum(_pairs(states.work, use[0], use[1], limit) for use in uses)
+        if 2 * once <= each and once <= _MOST_IN_TABLE:
+            tables[terms] = states.tables[terms] = _table(states, sources, targets, uses[0][2], limit)
+    return tables
+
+
+def _table(states: States, sources: tuple[int, int], targets: tuple[int, int], position: Position, limit: int) -> Table:
+    """All chunks from a range of states to another one."""
+    froms, tos = np.arange(*sources, dtype=np.int64), np.arange(*targets, dtype=np.int64)
+    columns: list[list[Ints]] = [[], [], [], []]
+    for first, upto, start, end in blocks(states.work, froms, tos, limit):
+        load, traffic = states.loads(froms[first:upto], tos[start:end], position, limit)
+        column, row = np.nonzero((load <= limit).T)
+        for values, part in zip(columns, (froms[first:upto][row], tos[start:end][column], load.T, traffic.T)):
+            values.append(part if part.ndim == 1 else part[column, row])
+    source, target, load, traffic = (np.concatenate(v) if v else np.zeros(0, np.int64) for v in columns)
+    return Table(limit, sources, targets, source, target, load, traffic)
+
+
+def _step_by_table(
+    table: Table, states: int, front: _Front, window: tuple[int, int], limit: int, node: int, least_traffic: bool
+) -> _Front:
+    """One more chunk, with loads that are known already."""
+    first, last = np.searchsorted(table.target, window, "left")
+    source, target, load = table.source[first:last], table.target[first:last], table.load[first:last]
+    value = np.full(states, NEVER, dtype=np.int64)
+    value[front.index] = front.value
+    if least_traffic:
+        cost = np.where(load <= limit, value[source] + table.traffic[first:last], NEVER)
+    else:
+        cost = np.maximum(value[source], load)
+    ceiling = NEVER - 1 if least_traffic else limit
+    usable = np.flatnonzero(cost <= ceiling)
+    if not len(usable):
+        return _empty()
+    source, target, cost = source[usable], target[usable], cost[usable]
+    starts = np.flatnonzero(np.concatenate((np.ones(1, bool), target[1:] != target[:-1])))
+    sizes = np.diff(np.append(starts, len(target)))
+    best = np.minimum.reduceat(cost, starts)
+    hits = np.flatnonzero(cost == np.repeat(best, sizes))
+    group = np.repeat(np.arange(len(starts)), sizes)[hits]
+    chosen = hits[np.concatenate((np.ones(1, bool), group[1:] != group[:-1]))]
+    place = np.zeros(states, dtype=np.int64)
+    place[front.index] = np.arange(len(front.index))
+    return _Front(target[starts], best, np.full(len(starts), node, np.int64), place[source[chosen]])
 
 
 def _merge(a: _Front, b: _Front) -> _Front:

@@ -54,7 +54,7 @@ def nothing_fits(problem: Problem, graph: Quotient, chunks: int, microbatches: i
     room = problem.devices[device].memory - problem.reserved_bytes
     advice = _advice(problem, graph, chunks, microbatches)
     return PartitionError(
-        f"partition: no cut into {chunks} chunks fits into memory: at best chunk {chunk} on "
+        f"partition: found no cut into {chunks} chunks that fits into memory: at best chunk {chunk} on "
         f"{problem.devices[device].name!r} needs {_size(room + over)}, "
         f"{_size(over)} more than its {_size(room)}; {advice}"
     )

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from dataclasses import dataclass
@@ -17,13 +18,9 @@ import numpy as np
 
 from pipepart.errors import PartitionError
 from pipepart.partition.improve import improve, state_mask
-from pipepart.partition.instance import NEVER, Instance, make_instance
-from pipepart.partition.lattice import LatticeStates, all_downsets
-from pipepart.partition.linear import LinearStates
-from pipepart.partition.orders import linear_orders
+from pipepart.partition.instance import NEVER, Instance
+from pipepart.partition.prepare import Prepared, classes, full_instance, prepare
 from pipepart.partition.problem import Problem
-from pipepart.partition.quotient import Quotient, quotient
-from pipepart.partition.reduce import reduce_instance
 from pipepart.partition.result import Partition, make_partition
 from pipepart.partition.route import Route, make_route
 from pipepart.partition.search import Found, States, best_path, pairs_to_try
@@ -33,10 +30,7 @@ __all__ = ["partition"]
 
 _GROWTH = (1.01, 1.03, 1.08, 1.2, 1.5, 2.0, 4.0)
 _WIDEST = 1500
-_MOST_DOWNSETS = 60_000
-_MOST_CELLS = 60_000_000
 _MOST_PAIRS = 400_000_000
-_LARGE = 3000
 _NO_LIMIT = 1 << 40
 
 
@@ -47,10 +41,6 @@ class _Outcome:
     bound: int
     """Ticks that no bottleneck can be below."""
     method: str
-
-    @property
-    def better_key(self) -> tuple[int, int]:
-        return self.found.bottleneck, self.found.traffic
 
 
 def partition(problem: Problem, chunks: int, *, microbatches: int = 1, slack: float = 1e-3) -> Partition:
@@ -63,28 +53,34 @@ def partition(problem: Problem, chunks: int, *, microbatches: int = 1, slack: fl
     if chunks < 1 or microbatches < 1:
         raise PartitionError(f"partition: {chunks} chunks and {microbatches} micro-batches; expected at least 1 each")
     problem.fits_chunks(chunks)
-    graph = quotient(problem)
+    graph = classes(problem)
     if len(graph.members) < chunks and not problem.fewer:
         raise PartitionError(
             f"partition: {chunks} stages were asked for, but the model can be cut into {len(graph.members)} at most"
             f"{' (some ops must stay together)' if problem.colocated else ''}: ask for {len(graph.members)} or fewer"
         )
-    full = make_instance(problem, graph, chunks)
-    if int(full.counts.sum()) < chunks and not problem.fewer:
-        full = make_instance(problem, graph, chunks, require_work=False)
+    linked = chunks if len(problem.links) > 1 else 0
+    full = full_instance(problem, linked, True)
+    require_work = problem.fewer or int(full.counts.sum()) >= chunks
+    if not require_work:
+        full = full_instance(problem, linked, False)
     route = make_route(problem, full, chunks, microbatches, whole=True)
-    instance, merged = reduce_instance(full, memory_matters=memory_matters(full, route))
-    outcome = _search(instance, route, slack)
-    if outcome is not None and problem.placement is not None:
-        outcome = _share_memory(problem, graph, merged, instance, outcome, chunks, microbatches, slack)
+    matters = memory_matters(full, route)
+    if not matters:
+        route = route.without_memory()
+    prepared = prepare(problem, linked, require_work, matters)
+    outcome = _search(prepared, route, slack)
+    if outcome is not None and problem.placement is not None and matters:
+        outcome = _share_memory(problem, prepared, outcome, chunks, microbatches, slack)
+    prepared.forget()
     if outcome is None:
         raise nothing_fits(problem, graph, chunks, microbatches)
     return make_partition(
         problem,
-        _chunk_of(problem, graph, merged, outcome),
+        _chunk_of(problem, prepared, outcome),
         [position.device for position in outcome.found.positions],
         microbatches=microbatches,
-        lower_bound=outcome.bound / instance.scale,
+        lower_bound=outcome.bound / prepared.instance.scale,
         method=outcome.method,
         seconds=time.perf_counter() - started,
     )
@@ -95,7 +91,8 @@ def memory_matters(instance: Instance, route: Route) -> bool:
     if not instance.keeps:
         return True
     state, saved = int(instance.state.sum()), int(instance.saved.sum())
-    return any(state + position.held * saved > position.limit for position in route.positions)
+    held = max(position.held for position in route.positions)
+    return any(state + held * saved > position.limit for position in route.positions)
 
 
 def work_bound(instance: Instance, route: Route) -> int:
@@ -123,50 +120,45 @@ def smallest(states: States, route: Route, bound: int, upper: int = NEVER - 1) -
     return None, NEVER
 
 
-def _search(instance: Instance, route: Route, slack: float) -> _Outcome | None:
+def _search(prepared: Prepared, route: Route, slack: float) -> _Outcome | None:
     """The best cut that can be found for a route, or ``None`` if there is none at all."""
-    bound = work_bound(instance, route)
-    orders = linear_orders(instance)
-    if instance.classes > _LARGE:
-        orders = orders[:3]
-    best: _Outcome | None = None
-    states: States
-    if _is_chain(instance):
-        states = LinearStates(instance, range(instance.classes), complete=True)
-        found, possible = smallest(states, route, bound)
+    bound = work_bound(prepared.instance, route)
+    if prepared.chain is not None:
+        found, possible = smallest(prepared.chain, route, bound)
         if found is not None:
-            return _less_traffic(_Outcome(states, found, found.bottleneck, "exact slices of a chain"), route, slack)
+            exact = _Outcome(prepared.chain, found, found.bottleneck, "exact slices of a chain")
+            return _less_traffic(exact, route, slack)
         if possible == NEVER:
             return None
-    for name, order in orders:
-        states = LinearStates(instance, order)
+    best: _Outcome | None = None
+    for name, states in prepared.orders:
         found, _ = smallest(states, route, bound, best.found.bottleneck if best else NEVER - 1)
         if found is not None and (best is None or found.bottleneck < best.found.bottleneck):
             best = _Outcome(states, found, bound, f"slices ({name})")
-    cells = instance.classes + 2 * len(instance.pins) + 1
-    downsets = all_downsets(instance, min(_MOST_DOWNSETS, _MOST_CELLS // cells))
-    if downsets is not None:
-        lattice = LatticeStates(instance, downsets, complete=True)
-        exact, possible = smallest(lattice, route, bound, best.found.bottleneck if best else NEVER - 1)
-        if exact is not None:
-            best = _Outcome(lattice, exact, exact.bottleneck, f"exact over {len(downsets)} downsets")
-            return _less_traffic(best, route, slack)
+    lattice = prepared.lattice
+    if lattice is not None:
+        found, possible = smallest(lattice, route, bound, best.found.bottleneck if best else NEVER - 1)
+        if found is not None:
+            exact = _Outcome(lattice, found, found.bottleneck, f"exact over {len(lattice.work)} downsets")
+            return _less_traffic(exact, route, slack)
         assert best is None or possible < NEVER, "slices are paths over downsets"
         bound = max(bound, possible)
     if best is None:
         return None
+    best = dataclasses.replace(best, bound=bound)
     if best.found.bottleneck > bound:
-        cuts = [state_mask(best.states.members(state)) for state in best.found.path]
-        states, found = improve(instance, route, best.found, cuts, [order for _, order in orders])
-        if (found.bottleneck, found.traffic) < best.better_key:
-            best = _Outcome(states, found, bound, f"{best.method}, improved")
-    best = _Outcome(best.states, best.found, bound, best.method)
+        best = _improved(prepared, route, best)
     return _less_traffic(best, route, slack)
 
 
-def _is_chain(instance: Instance) -> bool:
-    """There is only one topological order: every class feeds the next one (and maybe later ones)."""
-    return all(c + 1 in after for c, after in enumerate(instance.successors[:-1]))
+def _improved(prepared: Prepared, route: Route, best: _Outcome) -> _Outcome:
+    """The best cut near a known one."""
+    cuts = [state_mask(best.states.members(state)) for state in best.found.path]
+    orders = [states.order.tolist() for _, states in prepared.orders]
+    states, found = improve(prepared.instance, route, best.found, cuts, orders)
+    if (found.bottleneck, found.traffic) >= (best.found.bottleneck, best.found.traffic):
+        return best
+    return _Outcome(states, found, best.bound, f"{best.method}, improved")
 
 
 def _less_traffic(outcome: _Outcome, route: Route, slack: float) -> _Outcome:
@@ -183,29 +175,24 @@ def _less_traffic(outcome: _Outcome, route: Route, slack: float) -> _Outcome:
 
 
 def _share_memory(
-    problem: Problem,
-    graph: Quotient,
-    merged: Quotient,
-    instance: Instance,
-    outcome: _Outcome,
-    chunks: int,
-    microbatches: int,
-    slack: float,
+    problem: Problem, prepared: Prepared, outcome: _Outcome, chunks: int, microbatches: int, slack: float
 ) -> _Outcome | None:
     """Several chunks of a stage share its memory: if the free answer is too large, give each an equal part."""
-    if _stages_fit(problem, _trial(problem, graph, merged, outcome, microbatches)):
+    trial = make_partition(
+        problem,
+        _chunk_of(problem, prepared, outcome),
+        [position.device for position in outcome.found.positions],
+        microbatches=microbatches,
+        lower_bound=0.0,
+        method=outcome.method,
+    )
+    if _stages_fit(problem, trial):
         return outcome
-    route = make_route(problem, instance, chunks, microbatches)
-    shared = _search(instance, route, slack)
+    route = make_route(problem, prepared.instance, chunks, microbatches)
+    shared = _search(prepared, route, slack)
     if shared is None:
         return None
-    return _Outcome(shared.states, shared.found, outcome.bound, shared.method + ", equal parts of the memory")
-
-
-def _trial(problem: Problem, graph: Quotient, merged: Quotient, outcome: _Outcome, microbatches: int) -> Partition:
-    devices = [position.device for position in outcome.found.positions]
-    chunk_of = _chunk_of(problem, graph, merged, outcome)
-    return make_partition(problem, chunk_of, devices, microbatches=microbatches, lower_bound=0.0, method="")
+    return dataclasses.replace(shared, bound=outcome.bound, method=shared.method + ", equal parts of the memory")
 
 
 def _stages_fit(problem: Problem, answer: Partition) -> bool:
@@ -217,10 +204,11 @@ def _stages_fit(problem: Problem, answer: Partition) -> bool:
     return all(size <= room[stage] - problem.reserved_bytes for stage, size in held.items())
 
 
-def _chunk_of(problem: Problem, graph: Quotient, merged: Quotient, outcome: _Outcome) -> list[int]:
-    """Op -> chunk, from the path of states."""
-    chunk_of = np.zeros(len(merged.members), dtype=np.int64)
+def _chunk_of(problem: Problem, prepared: Prepared, outcome: _Outcome) -> list[int]:
+    """Op -> chunk, from the path of states: the number of cuts that the op is not before."""
+    chunk_of = np.zeros(prepared.instance.classes, dtype=np.int64)
     for state in outcome.found.path[1:-1]:
         chunk_of += 1
         chunk_of[outcome.states.members(state)] -= 1
-    return [int(chunk_of[merged.class_of[graph.class_of[op]]]) for op in range(problem.ops)]
+    of_class = classes(problem).class_of
+    return [int(chunk_of[prepared.merged.class_of[of_class[op]]]) for op in range(problem.ops)]
