@@ -80,7 +80,8 @@ class _ListScheduler:
         self.next = {kind: [0] * chunks for kind in ("F", "B", "W")}
         self.wakes: list[tuple[float, int]] = [(0.0, s) for s in range(len(self.stages))]
 
-    def run(self) -> list[list[Action]]:
+    def run(self) -> list[list[Action]] | None:
+        """Per stage its actions in order; None if the stages came to wait for each other's memory."""
         left = len(self.placement) * self.microbatches * (3 if self.policy.split else 2)
         while self.wakes:
             now, s = heapq.heappop(self.wakes)
@@ -93,9 +94,7 @@ class _ListScheduler:
             if choice is not None:
                 self.commit(s, choice, now)
                 left -= 1
-        if left:
-            raise ScheduleError(f"list scheduling stopped with {left} actions left: too little memory")
-        return [stage.order for stage in self.stages]
+        return None if left else [stage.order for stage in self.stages]
 
     def when(self, kind: str, chunk: int) -> float:
         """When the next action of this kind and chunk has all it needs; never, if something is not even under way."""
@@ -197,4 +196,11 @@ def list_schedule(
                 "smaller micro-batches, recompute or more stages make it fit"
             )
     orders = _ListScheduler(placement, microbatches, costs, edges, limits, policy or Policy()).run()
+    if orders is None:
+        # Chunks that do not wait for each other can fill the memory with micro-batches that wait for one another;
+        # taken in sequence they cannot.
+        chain = Edges.chain(len(placement))
+        edges = Edges(edges.forward | chain.forward, edges.backward | chain.backward)
+        orders = _ListScheduler(placement, microbatches, costs, edges, limits, policy or Policy()).run()
+    assert orders is not None
     return Schedule(name, stages, microbatches, tuple(placement), tuple(map(tuple, orders)))
