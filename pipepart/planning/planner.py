@@ -21,7 +21,7 @@ __all__ = ["LOCAL_LINK", "Request", "auto_microbatches", "check_request", "make_
 LOCAL_LINK = Link(bandwidth=1.5e9, latency=150e-6)
 """Point to point by gloo between processes of one host, as measured on two cores."""
 
-TRAINING_SCHEDULES = tuple(name for name, kind in SCHEDULES.items() if name != "forward" and not kind.splits_backward)
+TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward")
 """The schedules that the runtime can execute."""
 
 ParameterSizes = Mapping[str, tuple[int, int]]

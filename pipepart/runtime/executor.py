@@ -12,6 +12,7 @@ import torch
 
 from pipepart.capture import BATCH, Chunk, Edge
 from pipepart.errors import PipelineError
+from pipepart.runtime.deferred import WeightWork, defer_weights, deferring
 from pipepart.runtime.mailbox import Announced, Inbox, Outbox
 from pipepart.runtime.messages import Routes, TensorSpec
 from pipepart.runtime.transport import Transport
@@ -55,12 +56,16 @@ class Executor:
         transport: Transport | None,
         device: torch.device,
         loss_index: int | None,
+        splits_backward: bool = False,
     ) -> None:
         self._last = len(chunks) - 1
         self._chunks = {chunk.index: chunk for chunk in chunks if routes.placement[chunk.index] == stage}
         self._routes, self._stage, self._transport, self._device = routes, stage, transport, device
         self._loss_index = loss_index
         self._announced = Announced()
+        if splits_backward:
+            for chunk in self._chunks.values():
+                defer_weights(chunk.module)
         self._channels: dict[int, tuple[Schedule, Mapping[tuple[int, int], tuple[Message, ...]]]] = {}
         self.tracing = False
         self.events: list[Event] = []
@@ -103,6 +108,7 @@ class _Step:
         self._train = not schedule.forward_only
         self._routes = executor._routes
         self._stash: dict[tuple[int, int], _Stash] = {}
+        self._weight_work: dict[tuple[int, int], WeightWork] = {}
         self._local_values: dict[tuple[int, int, int], list[Any]] = {}
         self._local_gradients: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self.outputs: list[tuple[Any, ...]] = [()] * schedule.microbatches
@@ -114,7 +120,8 @@ class _Step:
             self._inbox, self._outbox = Inbox(*common, expected, self._gradient_specs), Outbox(*common)
 
     def perform(self, action: Action) -> None:
-        handler = {"F": self._forward, "B": self._backward}.get(action.kind)
+        handlers = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
+        handler = handlers.get(action.kind)
         if handler is None:
             raise PipelineError(f"this runtime does not know the action {action} (kind {action.kind!r})")
         handler(action)
@@ -123,6 +130,7 @@ class _Step:
         if hasattr(self, "_outbox"):
             self._outbox.settle()
         assert not self._stash, f"no backward for {sorted(self._stash)}"
+        assert not self._weight_work, f"no weight gradients for {sorted(self._weight_work)}"
 
     # ---- forward
 
@@ -196,13 +204,24 @@ class _Step:
         pairs = [
             (root, gradients[name]) for name, root in stash.roots.items() if name in gradients and root.requires_grad
         ]
-        if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        with deferring() if action.kind == "I" else nullcontext() as work:
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if work is not None:
+            self._weight_work[(chunk.index, microbatch)] = work
         self._trace(action, started)
         for pair in reversed(self._routes.entering(chunk.index)):  # the order of `channels`: nearest chunk first
             edges = self._routes.gradients(pair)
             if edges:
                 self._return_gradients(pair, edges, stash, microbatch)
+
+    def _weights(self, action: Action) -> None:
+        """The weight gradients that `I` has left."""
+        work = self._weight_work.pop((action.chunk, action.microbatch))
+        started = time.perf_counter()
+        for piece in work:
+            piece()
+        self._trace(action, started)
 
     def _gradients(self, chunk: Chunk, microbatch: int) -> dict[str, torch.Tensor]:
         """The gradient of each exported tensor: the sum over all chunks that used it."""

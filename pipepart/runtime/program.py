@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from pipepart.runtime.mesh import Groups
 from pipepart.runtime.messages import Routes
 from pipepart.runtime.microbatch import MicrobatchSizes, batch_size_of, merge_outputs, microbatch_sizes, slice_leaves
 from pipepart.runtime.transport import GroupTransport
-from pipepart.schedule import Schedule
+from pipepart.schedule import SCHEDULES, Schedule
 
 __all__ = ["Program", "StepResult"]
 
@@ -45,7 +45,8 @@ class Program:
         self._first, self._last = plan.placement[0], plan.placement[-1]
         transport = GroupTransport(groups) if groups is not None and plan.stages > 1 else None
         routes = Routes.of(chunks, plan.placement)
-        self.executor = Executor(chunks, routes, self._stage, transport, device, recording.loss_index)
+        splits = SCHEDULES[plan.schedule].splits_backward
+        self.executor = Executor(chunks, routes, self._stage, transport, device, recording.loss_index, splits)
         self._forms: dict[Any, int] = {}
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
@@ -56,9 +57,13 @@ class Program:
         train: bool,
         loss_scale: float = 1.0,
         outputs_everywhere: bool = False,
+        separate: Collection[int] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> StepResult:
-        """Run all micro-batches. `leaves` are needed on the first stage only; what others pass is not looked at."""
+        """Run all micro-batches. `leaves` are needed on the first stage only; what others pass is not looked at.
+
+        The outputs `separate` are not merged: the last stage gets the list over the micro-batches, the others None.
+        """
         if train and self.recording.loss_index is None:
             raise PipelineError(
                 "there is no loss to train on: expected the step to return a scalar tensor that requires grad, a dict with "
@@ -67,7 +72,12 @@ class Program:
         step, sizes = self._prepare(leaves)
         schedule = self.schedule(len(sizes), forward=not train)
         outputs = self.executor.run(schedule, step, loss_scale, context)
-        merged = merge_outputs(outputs, sizes) if outputs is not None else None
+        merged = None
+        if outputs is not None:
+            kept = [tuple(None if i in separate else value for i, value in enumerate(part)) for part in outputs]
+            merged = merge_outputs(kept, sizes)
+            for index in separate:
+                merged[index] = _Separate(part[index] for part in outputs)
         return StepResult(self._spread(merged, outputs_everywhere), sizes)
 
     def schedule(self, microbatches: int, forward: bool) -> Schedule:
@@ -111,7 +121,9 @@ class Program:
         outputs: list[Any] = []
         for index, (kind, *content) in enumerate(described):
             own = merged[index] if merged is not None else None
-            if kind == "plain":
+            if kind == "here":
+                outputs.append(own)
+            elif kind == "plain":
                 outputs.append(content[0])
             elif kind == "scalar":  # its value came with the description
                 outputs.append(torch.tensor(content[0], dtype=content[1], device=self._device))
@@ -126,8 +138,14 @@ class Program:
         return outputs
 
 
+class _Separate(list):
+    """The values of one output for each micro-batch; they stay on the last stage."""
+
+
 def _describe(value: Any) -> tuple[Any, ...]:
     """What other stages must know of an output: its value if it is small, its form if it is a tensor."""
+    if isinstance(value, _Separate):
+        return ("here",)
     if not isinstance(value, torch.Tensor):
         return ("plain", value)
     return ("scalar", value.item(), value.dtype) if value.dim() == 0 else ("tensor", tuple(value.shape), value.dtype)

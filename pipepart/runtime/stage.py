@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -63,6 +63,11 @@ class StageRuntime:
         """This stage reads the batch."""
         return self.stage == self.plan.placement[0]
 
+    @property
+    def is_last(self) -> bool:
+        """Outputs of the steps come to light on this stage."""
+        return self.stage == self.plan.placement[-1]
+
     # ---- steps
 
     def add(self, name: str, recording: Recording) -> None:
@@ -84,6 +89,8 @@ class StageRuntime:
         *,
         loss_scale: float = 1.0,
         trace: bool = False,
+        outputs_everywhere: bool = False,
+        separate: Collection[int] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> StepResult:
         """Forward and backward of all micro-batches. The new gradients are kept apart until `hand_over`."""
@@ -95,7 +102,14 @@ class StageRuntime:
         try:
             with guarded(self.groups):
                 program.executor.tracing = trace
-                result = program.run(leaves, train=True, loss_scale=loss_scale, context=context)
+                result = program.run(
+                    leaves,
+                    train=True,
+                    loss_scale=loss_scale,
+                    outputs_everywhere=outputs_everywhere,
+                    separate=separate,
+                    context=context,
+                )
                 self._sync.reduce(parameters)
                 if trace:
                     self.timeline = self._gather_timeline(program.executor.events)
@@ -178,6 +192,10 @@ class StageRuntime:
         for name, buffer in self.root.named_buffers(remove_duplicate=False):
             if name in state and self.ownership.buffers[buffers[id(buffer)]] == self.stage:
                 found[name] = state[name].detach().cpu()
+        if self.is_last:  # persistent states of metrics and the like are neither; they are kept where the steps end
+            tensors = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
+            tensors |= {name for name, _ in self.root.named_buffers(remove_duplicate=False)}
+            found.update({name: value for name, value in state.items() if name not in tensors})
         return found
 
     def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:

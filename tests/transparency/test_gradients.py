@@ -60,7 +60,13 @@ def _check(name: str, stages: int, schedule: str, batch_sizes: list[int]) -> Non
         assert_close(f"buffer {key}", buffers[key].float(), value.float())
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["gpipe", "1f1b", *(pytest.param(name, marks=slow) for name in ("interleaved", "zb_h1", "zb_h2", "zb_v"))],
+)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "unet"])
 def test_gradients_equal_one_process(name: str, stages: int, schedule: str) -> None:

@@ -1,0 +1,171 @@
+"""Backward in two halves: layers that return the gradient of their input at once and leave that of their weight for later.
+
+A chunk's graph calls its leaf layers through references, so a layer can be run by an autograd function of ours without
+a second walk through the graph: `I` runs the ordinary backward while a queue is open, and `W` works the queue off.
+Layers that are not known here, and layers with hooks, have their whole backward in `I`: right, only less to defer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+__all__ = ["WeightWork", "defer_weights", "deferring"]
+
+WeightWork = list[Callable[[], None]]
+"""What is left to do for the weights of a chunk and a micro-batch."""
+
+_open: list[WeightWork] = []  # the queue that backward functions put their work into; empty: they do it at once
+
+
+@contextmanager
+def deferring() -> Iterator[WeightWork]:
+    """While this is open, the deferred layers of a backward leave their weight gradients in the list."""
+    work: WeightWork = []
+    _open.append(work)
+    try:
+        yield work
+    finally:
+        _open.pop()
+
+
+def defer_weights(chunk: fx.GraphModule) -> int:
+    """Let the known layers of a chunk run in two halves; returns how many there are."""
+    found = 0
+    for node in chunk.graph.nodes:
+        if node.op != "call_module" or node.kwargs or len(node.args) != 1:
+            continue
+        layer = chunk.__dict__.get(str(node.target))
+        apply = _FUNCTIONS.get(type(layer))
+        if apply is not None and _plain(layer):
+            chunk.__dict__[str(node.target)] = _Deferred(layer, apply)
+            found += 1
+    return found
+
+
+def _plain(layer: Any) -> bool:
+    """No hooks to honour, and no option that changes how gradients are made."""
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return False
+    if isinstance(layer, nn.Embedding):
+        return layer.max_norm is None and not layer.sparse and not layer.scale_grad_by_freq
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return True
+
+
+class _Deferred:
+    """Stands in for a layer where a chunk calls it."""
+
+    def __init__(self, layer: nn.Module, apply: Callable[..., torch.Tensor]) -> None:
+        self.layer, self._apply = layer, apply
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.layer.weight
+        if not torch.is_grad_enabled() or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
+            return self.layer(x)
+        return self._apply(x, weight, getattr(self.layer, "bias", None), self.layer)
+
+
+def _later_or_now(work: Callable[[], tuple[torch.Tensor | None, ...]], parameters: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Queue the work and return no gradients; or, with no queue open, do it now and return them to autograd."""
+    if not _open:
+        return work()
+    _open[-1].append(partial(_accumulate, work, parameters))
+    return tuple(None for _ in parameters)
+
+
+@torch.no_grad()
+def _accumulate(work: Callable[[], tuple[torch.Tensor | None, ...]], parameters: tuple[Any, ...]) -> None:
+    for parameter, gradient in zip(parameters, work()):
+        if parameter is not None and parameter.requires_grad and gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: nn.Linear) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        layer = ctx.layer
+        before = g.matmul(weight) if ctx.needs_input_grad[0] else None
+
+        def work() -> tuple[torch.Tensor | None, ...]:
+            rows = g.reshape(-1, g.shape[-1])
+            by_bias = rows.sum(0) if layer.bias is not None else None
+            return rows.t().mm(x.reshape(-1, x.shape[-1])), by_bias
+
+        return (before, *_later_or_now(work, (layer.weight, layer.bias)), None)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: None, layer: nn.Embedding) -> Any:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return F.embedding(x, weight, layer.padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        layer = ctx.layer
+        padding = -1 if layer.padding_idx is None else layer.padding_idx
+
+        def work() -> tuple[torch.Tensor | None, ...]:
+            dense = torch.ops.aten.embedding_dense_backward
+            return (dense(g.contiguous(), x, layer.num_embeddings, padding, False),)
+
+        return (None, *_later_or_now(work, (layer.weight,)), None, None)
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return layer._conv_forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        layer = ctx.layer
+        sizes = None if layer.bias is None else list(layer.bias.shape)
+        dims = len(layer.kernel_size)
+        batched = x.dim() == dims + 2  # one image without a batch dimension is a batch of one
+
+        def half(mask: list[bool]) -> Any:
+            gradient, image = (g, x) if batched else (g.unsqueeze(0), x.unsqueeze(0))
+            return torch.ops.aten.convolution_backward(
+                gradient, image, weight, sizes, layer.stride, layer.padding, layer.dilation, False, [0] * dims,
+                layer.groups, mask,
+            )  # fmt: skip
+
+        before = half([True, False, False])[0] if ctx.needs_input_grad[0] else None
+        if before is not None and not batched:
+            before = before.squeeze(0)
+
+        def work() -> tuple[torch.Tensor | None, ...]:
+            _, by_weight, by_bias = half([False, True, layer.bias is not None])
+            return by_weight, by_bias
+
+        return (before, *_later_or_now(work, (layer.weight, layer.bias)), None)
+
+
+_FUNCTIONS: dict[type, Callable[..., torch.Tensor]] = {
+    nn.Linear: _Linear.apply,
+    nn.Embedding: _Embedding.apply,
+    nn.Conv1d: _Conv.apply,
+    nn.Conv2d: _Conv.apply,
+    nn.Conv3d: _Conv.apply,
+}
