@@ -91,7 +91,9 @@ def _is_good(node: fx.Node, facts: dict[fx.Node, Fact], good: set[fx.Node], reco
         return not fact.requires_grad
     if node.op not in ("call_function", "call_method") or fact.random or fact.requires_grad or fact.stateful:
         return False
-    if node.target in (intrinsics.check, intrinsics.method_of) or hasattr(node.target, "stable_name"):
+    if node.target in (intrinsics.check, intrinsics.method_of, intrinsics.set_attribute) or hasattr(
+        node.target, "stable_name"
+    ):
         return False
     if any(heavy in target_name(node.target) for heavy in _HEAVY) and _work(node, facts) > _HEAVY_WORK:
         return False

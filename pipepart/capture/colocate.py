@@ -60,6 +60,8 @@ def colocated(recording: Recording) -> list[tuple[fx.Node, ...]]:
             groups.join([node, *users])
         if node.target == "register_hook" and node.args[0].op not in ("placeholder", "get_attr"):  # type: ignore
             groups.join([node.args[0], node])  # type: ignore[list-item]
+        if node.target is intrinsics.set_attribute:
+            groups.join([node, *(s for s in node.all_input_nodes if s.op not in ("placeholder", "get_attr"))])
         if node.target is intrinsics.changed and not meta.replicable:
             groups.join([source for source in node.all_input_nodes if source.op not in ("placeholder", "get_attr")])
             groups.join([node.args[1], node])  # type: ignore[list-item]
@@ -100,6 +102,11 @@ def _join_state(recording: Recording, nodes: list[fx.Node], groups: _Groups) -> 
             owners.setdefault(str(node.target), []).append(node)
         elif node.target is intrinsics.method_of:
             owners.setdefault(str(node.args[0].target), []).append(node)  # type: ignore[union-attr]
+        elif node.target is intrinsics.set_attribute:
+            owner, name = str(node.args[0].target), node.args[1]  # type: ignore[union-attr]
+            path = f"{owner}.{name}" if owner else str(name)
+            readers = [user for source in node.graph.nodes if source.target == path for user in source.users]
+            groups.join([node, *(user for user in readers if user.op != "output")])
     for path, calls in owners.items():
         module = resolve(recording.root, path)
         aliases = {name for name, other in recording.root.named_modules(remove_duplicate=False) if other is module}

@@ -16,6 +16,8 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
+from pipepart.capture.intrinsics import set_attribute
+
 if TYPE_CHECKING:
     from pipepart.capture.recording import Recording
 
@@ -125,6 +127,8 @@ def used_tensors(
             if path in recording.constants:
                 continue
             value = resolve(root, path)
+            if node.target is set_attribute and isinstance(value, nn.Module):
+                continue
             tensors = [value] if isinstance(value, torch.Tensor) else []
             if isinstance(value, nn.Module):
                 tensors = [*value.parameters(), *value.buffers()]

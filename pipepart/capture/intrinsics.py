@@ -10,7 +10,16 @@ import torch.fx as fx
 
 from pipepart.capture.recording import GuardError
 
-__all__ = ["apply_function", "call_object", "changed", "check", "dropout_rate", "method_of", "opaque_function"]
+__all__ = [
+    "apply_function",
+    "call_object",
+    "changed",
+    "check",
+    "dropout_rate",
+    "method_of",
+    "opaque_function",
+    "set_attribute",
+]
 
 
 def check(value: Any, expected: Any, text: str) -> None:
@@ -42,7 +51,12 @@ def method_of(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(module, name)(*args, **kwargs)
 
 
-fx.node._side_effectful_functions.update({check, method_of})
+def set_attribute(module: Any, name: str, value: Any) -> None:
+    """Keep a tensor as an attribute of a module, as the model itself does."""
+    setattr(module, name, value)
+
+
+fx.node._side_effectful_functions.update({check, method_of, set_attribute})
 
 _functions: dict[Any, Callable[..., Any]] = {}
 

@@ -14,6 +14,7 @@ import torch.nn as nn
 __all__ = [
     "DATA_READS",
     "DATA_SHAPED",
+    "DUNDERS",
     "NOT_OPS",
     "OPERATORS",
     "RANDOM_MODULES",
@@ -118,6 +119,14 @@ for _name in ("and", "or"):
     OPERATORS[f"__i{_name}__"] = getattr(operator, f"i{_name}")
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     OPERATORS[f"__{_name}__"] = getattr(operator, _name)
+
+
+DUNDERS: dict[Any, str] = {}
+"""Tensor methods behind operators, by identity: some carry the name of the function that they wrap."""
+for _name in [name for name in dir(torch.Tensor) if name.startswith("__") and name.endswith("__")]:
+    _method = getattr(torch.Tensor, _name)
+    if callable(_method) and not isinstance(_method, type):
+        DUNDERS.setdefault(_method, _name)
 
 
 def is_random_name(name: str) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import builtins
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch._functorch.apis as functorch_apis
 import torch.nn as nn
 import torch.utils.checkpoint as checkpointing
 
 from pipepart.capture import intrinsics, ops
-from pipepart.capture.recorder import NotRecordable, Recorder, unwrap
+from pipepart.capture.recorder import NotRecordable, Recorder, tensors_in, unwrap
+from pipepart.capture.state import Attributes
+from pipepart.capture.symbols import is_tracked
 
 __all__ = ["is_metric", "recording_patches"]
 
@@ -54,6 +58,38 @@ def is_torch_leaf(module: nn.Module) -> bool:
     return home.startswith(("torch.nn.", "torch.ao.nn.", "torch.jit"))
 
 
+def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
+    """Tensors that the model keeps as attributes are kept by the graph too; other Python state cannot be."""
+    whole = [name for name in recorder.module_names.values() if name in recorder.whole]
+    for path, module, name, old, value in attributes.changes():
+        inside = any(path == name_ or path.startswith(f"{name_}.") for name_ in whole)
+        if inside or is_torch_leaf(module) or is_metric(module) or (not path and name.startswith("_")):
+            continue
+        if is_tracked(value) or callable(value):
+            continue
+        if tensors_in(value) and all(id(tensor) in recorder.values for tensor in tensors_in(value)):
+            recorder.stack.append((path, module))
+            owner = recorder.read_attribute(path)
+            recorder.make("call_function", intrinsics.set_attribute, (owner, name, recorder.argument(value)), {})
+            recorder.stack.pop()
+            recorder.notes.append(f"attribute {name!r} of module {path!r}: a tensor that each call keeps")
+            continue
+        if value == old and type(value) is type(old):
+            continue
+        recorder.failed_in = [path]
+        raise NotRecordable(
+            f"attribute {name!r} of module {path!r} is changed by the call (before: {str(old)[:60]}, after: "
+            f"{str(value)[:60]}); a recorded call keeps no Python state. Keep it in a buffer, log it or return it; "
+            "if the model only sets itself up in its first call, run it once before"
+        )
+
+
+def outside_rng() -> tuple[Any, ...]:
+    """The states of the random numbers that torch does not know."""
+    name, keys, position, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, keys.tobytes(), position, tuple(rest)
+
+
 def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not recorder.recording or recorder.frames:
         return original(module, *unwrap(args), **unwrap(kwargs))
@@ -76,7 +112,11 @@ def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any
             )
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise NotRecordable(f"module {name!r} has a backward hook and consists of several ops")
-        return original(module, *args, **kwargs)
+        drawn = outside_rng()
+        out = original(module, *args, **kwargs)
+        if outside_rng() != drawn:
+            raise NotRecordable(f"module {name!r} draws random numbers outside torch (Python's random or numpy)")
+        return out
     except BaseException:
         if recorder.failed_in is None:
             recorder.failed_in = [path for path, _ in recorder.stack]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,9 +16,9 @@ import torch.nn as nn
 from pipepart.capture import state, symbols, trees, variants
 from pipepart.capture.annotate import annotate
 from pipepart.capture.explain import Explanation, explain, put_back
-from pipepart.capture.patches import recording_patches
+from pipepart.capture.patches import keep_attributes, outside_rng, recording_patches
 from pipepart.capture.recorder import DataDependent, Fact, NotRecordable, Recorder, RecordMode
-from pipepart.capture.recording import Input, LogCall, Recording
+from pipepart.capture.recording import ANY, Input, LogCall, Recording
 from pipepart.capture.simplify import simplify
 from pipepart.capture.verify import verify
 from pipepart.errors import CaptureError
@@ -166,13 +167,17 @@ def _record(call: Call, leaves: list[Any], names: state.Names, settings: _Settin
     if batch is not None:
         study.vary(batch)
     failed = [dim for dim in dims[1:] if not study.vary(dim)]
+    ignored = study.ignored_strings()
     for dim in variants.together(failed):
         study.vary(dim)
     nodes = list(base.recorder.graph.nodes)
     simplify([run.recorder for run in study.runs])
     for (index, position), explanation in study.explained.items():
         put_back(base.recorder, nodes[index], position, explanation)
-    inputs = tuple(_with_dynamic(spec, i, study.proved) for i, spec in enumerate(call.inputs))
+    inputs = tuple(
+        _with_dynamic(dataclasses.replace(spec, value=ANY) if i in ignored else spec, i, study.proved)
+        for i, spec in enumerate(call.inputs)
+    )
     equal = tuple(dim.places for dim in study.proved if len(dim.places) > 1)
     return _recording(call, leaves, base, inputs, equal, settings, study.notes(dims[1:]), mode)
 
@@ -191,7 +196,8 @@ class _Study:
     def vary(self, dim: variants.Dimension) -> bool:
         """Record at another size of `dim`; True if the graph is the same there."""
         reason = ""
-        for size in dim.candidates():
+        elements = sum(leaf.numel() for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+        for size in dim.candidates(elements):
             try:
                 run = self._run(dim, size)
             except Exception as error:
@@ -209,6 +215,19 @@ class _Study:
                 self._baked_in(mismatch.module, reason)
         self.reasons[dim] = reason
         return False
+
+    def ignored_strings(self) -> set[int]:
+        """Inputs that are text (names of samples) and have no influence: another text gives the same graph."""
+        texts = {i for i, leaf in enumerate(self.leaves) if _is_text(leaf)}
+        if not texts or self.call.step is None:
+            return set()
+        changed = [_other_text(leaf) if i in texts else leaf for i, leaf in enumerate(self.leaves)]
+        try:
+            run = _run(self.call, changed, self.names, self.settings, self.mode)
+        except Exception:
+            return set()
+        mismatch, numbers = self._compare(run)
+        return set() if mismatch is not None or numbers else texts
 
     def notes(self, dims: Sequence[variants.Dimension]) -> list[str]:
         """What is fixed and why."""
@@ -270,6 +289,14 @@ class _Study:
         )
 
 
+def _is_text(leaf: Any) -> bool:
+    return isinstance(leaf, str) or (type(leaf) in (list, tuple) and all(type(item) is str for item in leaf))
+
+
+def _other_text(leaf: Any) -> Any:
+    return f"{leaf}~" if isinstance(leaf, str) else type(leaf)(f"{item}~" for item in leaf)
+
+
 def trees_differ(a: _Run, b: _Run) -> bool:
     """Whether two runs returned or logged differently."""
     return a.output_tree != b.output_tree or [log[0] for log in a.logs] != [log[0] for log in b.logs]
@@ -281,6 +308,8 @@ def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: _Setti
         return _run(call, leaves, names, settings, mode)
     except _RunFailed as failed:
         error = failed.error
+        if isinstance(error, CaptureError) and not isinstance(error, NotRecordable):
+            raise error from None
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, CaptureError):
             _eager(call, leaves, mode)  # if the model itself fails on the example, that error is the user's
@@ -360,10 +389,15 @@ def _run(call: Call, leaves: list[Any], names: state.Names, settings: _Settings,
             values.append(value)
         try:
             with recording_patches(recorder, settings.compiling), RecordMode(recorder):
+                drawn, attributes = outside_rng(), state.Attributes(call.root)
                 result, logs = call.run(values)
+                if outside_rng() != drawn:
+                    raise NotRecordable("the model draws random numbers outside torch (Python's random or numpy)")
+                keep_attributes(recorder, attributes)
                 outputs, tree = trees.flatten(result)
                 count = len(outputs)
-                flat = [*outputs, *(value for _, value, _ in logs)]
+                logs = [(name, value, _plain_options(options)) for name, value, options in logs]
+                flat = [*outputs, *(value for _, value, _ in logs if not isinstance(value, nn.Module))]
                 nodes = tuple(_output(recorder, value) for value in flat)
                 recorder.recording = False
         except Exception as error:
@@ -371,6 +405,15 @@ def _run(call: Call, leaves: list[Any], names: state.Names, settings: _Settings,
             raise _RunFailed(error, recorder.failed_in or [""]) from error
         recorder.facts[recorder.graph.output(nodes)] = Fact()
         return _Run(recorder, list(nodes), tree, logs, count, flat, leaves)
+
+
+def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a log call as constants; a batch size that follows the batch is left to whoever replays it."""
+    return {
+        key: symbols.plain(value)
+        for key, value in options.items()
+        if not (key == "batch_size" and symbols.is_tracked(value))
+    }
 
 
 def _output(recorder: Recorder, value: Any) -> Any:
@@ -411,12 +454,15 @@ def _recording(
     output: fx.Node = next(reversed(graph.nodes))  # type: ignore[call-overload]
     flat = list(output.args[0])  # type: ignore[arg-type]
     logs = []
-    for i, (name, _, options) in enumerate(base.logs):
-        value = flat[base.output_count + i]
-        if isinstance(value, fx.Node):
-            logs.append(LogCall(name, base.output_count + i, None, options))
-        else:
-            logs.append(LogCall(name, None, value, options))
+    index = base.output_count
+    for name, logged, options in base.logs:
+        if isinstance(logged, nn.Module):
+            logs.append(LogCall(name, None, logged, options))
+            continue
+        value = flat[index]
+        constant = not isinstance(value, fx.Node)
+        logs.append(LogCall(name, None if constant else index, value if constant else None, options))
+        index += 1
     recording = Recording(
         graph=graph,
         root=call.root,
@@ -436,7 +482,7 @@ def _recording(
     expected = base.tensors
     if base.leaves is not leaves:
         result, logged = _eager(call, leaves, mode)
-        expected = [*trees.flatten(result)[0], *(value for _, value, _ in logged)]
+        expected = [*trees.flatten(result)[0], *(v for _, v, _ in logged if not isinstance(v, nn.Module))]
     verify(recording, [_copy(leaf) for leaf in leaves], expected, mode)
     recorder.kept.clear()
     recorder.values.clear()

@@ -44,6 +44,8 @@ class Fact:
     number: Any = None
     varies: bool = False
     random: bool = False
+    chance: bool = False
+    """Comes from random numbers alone: no input and no parameter has a part in it."""
     dynamic: bool = False
     stateful: bool = False
     from_data: bool = False
@@ -174,6 +176,8 @@ class Recorder:
         node = self.make("call_function", target, args, {})
         fact = self.facts[node]
         fact.number, fact.varies = value, True
+        sources = [self.facts[arg] for arg in args if isinstance(arg, fx.Node)]
+        fact.chance = any(source.chance for source in sources) and all(s.chance or not s.varies for s in sources)
         fact.from_data = any(self.facts[arg].from_data for arg in args if isinstance(arg, fx.Node))
         return node
 
@@ -186,6 +190,8 @@ class Recorder:
             raise DataDependent(f"a Python decision on a number that was read from a tensor ({where})")
         left, right = (x.node() if symbols.is_tracked(x) else x for x in (a, b))
         seen = self.number_node(op, (left, right), result)
+        if self.facts[seen].chance:
+            raise NotRecordable(f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0")
         guard = self.make("call_function", intrinsics.check, (seen, result, where), {})
         self.facts[guard].from_data = self.facts[seen].from_data
 
@@ -314,7 +320,7 @@ class Recorder:
         if self.frames:
             self._check_inside(args, kwargs)
             return func(*plain_args, **plain_kwargs)
-        name = getattr(func, "__name__", str(func))
+        name = _name_of(func)
         if name in ops.NOT_OPS or name == "_set_grad_enabled":
             return func(*plain_args, **plain_kwargs)
         if name == "__iter__":
@@ -351,6 +357,9 @@ class Recorder:
         fact.random = ops.is_random_name(name) and plain_kwargs.get("training") is not False
         fact.from_data = any(self.facts[n].from_data and self.facts[n].number is not None for n in node.all_input_nodes)
         fact.dynamic = fact.from_data or self._shape_from_data(name, args, kwargs)
+        if name in ("batch_norm", "instance_norm"):  # changes its running statistics without counting versions
+            statistics = [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
+            fact.mutates.update(storage_of(t) for t in statistics if isinstance(t, torch.Tensor))
         self._finish(node, inputs, before, out)
         return out
 
@@ -415,6 +424,10 @@ class Recorder:
             fact.random
             or node.op == "call_module"
             or any(self.facts[n].varies or self.facts[n].number is not None for n in node.all_input_nodes)
+        )
+        known = [self.facts[n] for n in node.all_input_nodes]
+        fact.chance = (fact.random or any(f.chance for f in known)) and all(
+            f.chance or (not f.varies and f.number is None) for f in known
         )
         fact.dynamic = fact.dynamic or (not fact.mutates and any(self.facts[n].dynamic for n in nodes))
         for storage in fact.mutates:
@@ -541,12 +554,14 @@ class Recorder:
     def _item_node(self, node: fx.Node, value: Any) -> fx.Node:
         made = self.make("call_method", "item", (node,), {})
         fact = self.facts[made]
-        fact.number, fact.varies, fact.from_data = value, True, True
+        fact.number, fact.varies, fact.from_data, fact.chance = value, True, True, self.facts[node].chance
         return made
 
     def _specialise(self, node: fx.Node, value: Any, where: str) -> Any:
         if not self.guards:
             raise DataDependent(f"Python reads the contents of a tensor ({where})")
+        if self.facts[node].chance:
+            raise NotRecordable(f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0")
         guard = self.make("call_function", intrinsics.check, (node, value, where), {})
         self.facts[guard].from_data = True
         return value
@@ -623,10 +638,23 @@ class Recorder:
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
+def _name_of(function: Any) -> str:
+    try:
+        return ops.DUNDERS.get(function) or getattr(function, "__name__", str(function))
+    except TypeError:  # not hashable
+        return str(getattr(function, "__name__", function))
+
+
 def _nameable(function: Any) -> Any:
     """`function`, or a plain function around it if fx cannot write its name into code."""
     try:
-        fx.node._get_qualified_name(function)
+        name = fx.node._get_qualified_name(function)
+        if name.startswith("torch."):  # fx trusts that such a name can be looked up
+            found: Any = torch
+            for part in name.split(".")[1:]:
+                found = getattr(found, part)
+            if found is not function:
+                raise AttributeError(name)
         return function
     except Exception:
         return intrinsics.opaque_function(function, getattr(function, "__qualname__", type(function).__name__))

@@ -16,7 +16,11 @@ from pipepart.capture import trees
 from pipepart.capture.fingerprint import describe
 from pipepart.errors import CaptureError
 
-__all__ = ["GuardError", "Input", "LogCall", "OpMeta", "Recording"]
+__all__ = ["ANY", "GuardError", "Input", "LogCall", "OpMeta", "Recording"]
+
+
+ANY = type("ANY", (), {"__repr__": lambda self: "ANY"})()
+"""The value of a constant that the recorded ops do not depend on."""
 
 
 class GuardError(CaptureError):
@@ -174,7 +178,7 @@ class Recording:
         elif spec.kind == "number":
             if not isinstance(leaf, (int, float)):
                 raise CaptureError(f"{where}: expected a number, got {type(leaf).__name__}")
-        elif not _same(leaf, spec.value):
+        elif spec.value is not ANY and not _same(leaf, spec.value):
             raise GuardError(
                 f"{where}: the recording holds for {spec.value!r} only, got {leaf!r}. "
                 "Pass what changes as a tensor, or record again."

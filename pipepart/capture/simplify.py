@@ -88,7 +88,9 @@ def _fold_sizes(base: Recorder, rows: dict[fx.Node, tuple[Any, ...]], inputs: di
                 source, dim = inputs[row]
                 with base.graph.inserting_after(last):
                     made[row] = base.graph.call_method("size", (source, dim))
-                base.facts[made[row]] = Fact(fact.module, fact.module_class, fact.source, number=row[0], varies=True, rows=(row,))
+                base.facts[made[row]] = Fact(
+                    fact.module, fact.module_class, fact.source, number=row[0], varies=True, rows=(row,)
+                )
                 sizes.add(made[row])
                 last = made[row]
             node.replace_all_uses_with(made[row])

@@ -74,9 +74,7 @@ def split(
         last = index == chunks - 1
         outputs = layout.outputs if last else exports
         device = devices[index] if devices is not None else None
-        module = executable(
-            recording, layout.body[index], layout.imports[index], outputs, device, layout.sizes[index]
-        )
+        module = executable(recording, layout.body[index], layout.imports[index], outputs, device, layout.sizes[index])
         used = used_tensors(recording, layout.body[index])
         result.append(
             Chunk(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-__all__ = ["Names", "is_abstract", "names_of", "preserved", "stand_ins"]
+__all__ = ["Attributes", "Names", "is_abstract", "names_of", "preserved", "stand_ins"]
 
 
 @dataclass
@@ -45,10 +45,42 @@ def is_abstract(root: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
 
+class Attributes:
+    """The plain attributes of all modules at one moment, to see what a run leaves behind in Python."""
+
+    def __init__(self, root: nn.Module):
+        self.before = [
+            (path, module, {**vars(module), **_plain_registry(module._buffers)}, {k: len(v) for k, v in _sized(module)})
+            for path, module in root.named_modules()
+        ]
+
+    def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
+        """Module path, module, attribute, value before and value now of each attribute that is another one now."""
+        for path, module, before, sizes in self.before:
+            now = {**vars(module), **_plain_registry(module._buffers)}
+            for name, value in now.items():
+                if name in _REGISTRIES or name == "training":
+                    continue
+                old = before.get(name)
+                if value is not old:
+                    yield path, module, name, old, value
+                elif name in sizes and len(value) != sizes[name]:
+                    yield path, module, name, f"{sizes[name]} items", f"{len(value)} items"
+
+
+def _sized(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(k, v) for k, v in vars(module).items() if type(v) in (list, dict, set) and k not in _REGISTRIES]
+
+
+def _plain_registry(registry: Any) -> dict[str, Any]:
+    return registry if type(registry) is dict else {}
+
+
 @contextmanager
 def preserved(root: nn.Module) -> Iterator[None]:
     """Whatever runs inside, buffers, gradients, plain attributes and the random number generators are as before."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
+    tensors = [value for module in root.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    buffers = [(t, t.detach().clone()) for t in [*root.buffers(), *tensors] if not t.is_inference()]
     grads = [(parameter, parameter.grad) for parameter in root.parameters()]
     attributes = [
         (module, {key: _shallow(value) for key, value in vars(module).items() if key not in _REGISTRIES})
@@ -79,7 +111,7 @@ def preserved(root: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(known)
         with torch.no_grad():
-            for buffer, value in buffers:
+            for buffer, value in buffers:  # not by version: batch norm changes its statistics without counting
                 if not buffer.is_meta:
                     buffer.copy_(value)
         for parameter, grad in grads:

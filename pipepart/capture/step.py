@@ -30,6 +30,11 @@ class _TrainerView:
     def __getattr__(self, name: str) -> Any:
         if name in self._counters:
             return self._counters[name]
+        if name in ("optimizers", "lr_scheduler_configs", "strategy"):
+            raise CaptureError(
+                f"the step reads trainer.{name}, which changes from step to step and is not part of the graph; "
+                "to log the learning rate use lightning's LearningRateMonitor"
+            )
         if self._trainer is None:
             raise CaptureError(
                 f"the step reads trainer.{name}, and the module has no trainer yet; attach one, or record inside fit"
@@ -43,8 +48,8 @@ class _TrainerView:
 def _refuse(what: str) -> Any:
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
-            f"the step calls self.{what}: manual optimization cannot be recorded; "
-            "return the loss and let the trainer optimize"
+            f"the step calls self.{what}: optimizers and schedulers are not part of a recorded step; return the loss "
+            "and let the trainer optimize (to log the learning rate use lightning's LearningRateMonitor)"
         )
 
     return refused
@@ -72,7 +77,7 @@ def _recording_view(module: nn.Module, counters: dict[str, Any], logs: list[Any]
     attributes = {
         "log": log,
         "log_dict": log_dict,
-        **{name: _refuse(name) for name in ("manual_backward", "optimizers", "toggle_optimizer", "untoggle_optimizer")},
+        **{name: _refuse(name) for name in _MANUAL},
     }
     module.__dict__.update(attributes)
     module.__class__ = type(original.__name__, (original,), members)
@@ -84,6 +89,7 @@ def _recording_view(module: nn.Module, counters: dict[str, Any], logs: list[Any]
             module.__dict__.pop(name, None)
 
 
+_MANUAL = ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer")
 _LOG_POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch")
 
 
@@ -129,7 +135,13 @@ def record_step(
             result = getattr(module, step)(given, *position, **extra)
         return result, logs
 
-    return record_call(Call(module, run, (*leaves, *numbers.values()), tuple(inputs), tree, step))
+    recording = record_call(Call(module, run, (*leaves, *numbers.values()), tuple(inputs), tree, step))
+    if step == "training_step" and recording.loss_index is None:
+        raise CaptureError(
+            f"{type(module).__name__}.training_step returned no loss: expected a scalar tensor that requires grad, or a "
+            f"dict with one under 'loss'; got {recording.output_tree}"
+        )
+    return recording
 
 
 def _counter(module: nn.Module, name: str) -> int:

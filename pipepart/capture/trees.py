@@ -45,6 +45,8 @@ def _open(value: Any) -> tuple[tuple[Any, ...], list[Any], Any] | None:
     """Keys, children and context of a container, or None for a leaf."""
     kind = type(value)
     if kind in (list, tuple):
+        if value and all(type(item) is str for item in value):
+            return None  # names of the samples: one leaf, whatever their number
         return tuple(range(len(value))), list(value), None
     if isinstance(value, torch.Tensor) or kind in (int, float, str, bool, type(None)):
         return None

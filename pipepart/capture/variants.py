@@ -15,6 +15,10 @@ from pipepart.capture.recorder import Recorder
 __all__ = ["Difference", "Dimension", "Known", "Mismatch", "compare", "dimensions", "resize", "size_in", "together"]
 
 
+LARGE = 100_000
+"""From this many elements on, an example is not tried at larger sizes than given."""
+
+
 @dataclass(frozen=True)
 class Dimension:
     """A size of the example that may change, and where it occurs: (leaf, dimension) pairs that change together."""
@@ -23,13 +27,16 @@ class Dimension:
     places: tuple[tuple[int, int], ...]
     is_batch: bool
 
-    def candidates(self) -> list[int]:
-        """Other sizes to try, the most telling and cheapest first. Never 1, which broadcasts."""
+    def candidates(self, elements: int = 0) -> list[int]:
+        """Other sizes to try, the most telling and cheapest first. Never 1, which broadcasts.
+
+        Of a large example (many `elements`), dimensions other than the batch are not made larger.
+        """
         n = self.size
         if self.is_batch:
             options = [n - 1, n // 2, 2 * n] if n > 2 else [n + 1, 2 * n]
         else:
-            options = [(n + 1) // 2, 2 * n]
+            options = [(n + 1) // 2] + ([2 * n] if elements < LARGE else [])
         return [option for option in dict.fromkeys(options) if option > 1 and option != n]
 
 
