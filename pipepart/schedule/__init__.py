@@ -10,7 +10,7 @@ from pipepart.schedule.gantt import GANTT_LEGEND, gantt
 from pipepart.schedule.messages import channels, pair_order, program
 from pipepart.schedule.registry import SCHEDULES, ScheduleKind, make_schedule
 from pipepart.schedule.simulate import simulate, step_time
-from pipepart.schedule.table import Row, compare, format_table, table
+from pipepart.schedule.table import Row, compare, format_table, picture, table
 from pipepart.schedule.timeline import Event, Timeline
 from pipepart.schedule.torch_csv import from_csv, read_csv, read_program, to_csv, write_csv, write_program
 from pipepart.schedule.validate import Validated, peak_activations, validate, validate_program
@@ -41,6 +41,7 @@ __all__ = [
     "make_schedule",
     "pair_order",
     "peak_activations",
+    "picture",
     "program",
     "read_csv",
     "read_program",

@@ -1,18 +1,21 @@
-"""The schedules side by side: step, bubble and memory of each, against the bound. Pure text, for any terminal."""
+"""The schedules side by side, against the bound, and the picture of any of them. Pure text, for any terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Schedule
 from pipepart.schedule.auto import best_schedule
 from pipepart.schedule.bounds import lower_bound
 from pipepart.schedule.costs import ChunkCosts
+from pipepart.schedule.gantt import GANTT_LEGEND, gantt
 from pipepart.schedule.registry import SCHEDULES, make_schedule
 from pipepart.schedule.simulate import simulate
+from pipepart.schedule.torch_csv import read_csv
 
-__all__ = ["Row", "compare", "format_table", "table"]
+__all__ = ["Row", "compare", "format_table", "picture", "table"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +143,42 @@ def table(
         "times in stage forwards; peak in micro-batches of a stage; steady: bubble of steps in a row without a barrier"
     )
     return "\n\n".join([note, *blocks])
+
+
+def picture(
+    name: str,
+    *,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    ratio: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    send: float = 0.0,
+    width: int = 160,
+    color: bool = False,
+) -> str:
+    """The Gantt of a schedule over equal stages with its figures: by name (4 stages, 8 micro-batches), or from a file."""
+    forward, inputs, weights = ratio
+
+    def costs_for(count: int, held: int) -> ChunkCosts:
+        return ChunkCosts.even(count, held, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
+
+    if name.endswith(".csv"):
+        schedule = read_csv(name)
+        make_schedule(
+            name, stages=stages or schedule.stages, microbatches=microbatches or schedule.microbatches, chunks=chunks
+        )
+    else:
+        p, m = stages or 4, microbatches or 8
+        costs = costs_for(p, chunks or 1) if name == "auto" else None
+        schedule = make_schedule(name, stages=p, microbatches=m, chunks=chunks, costs=costs)
+    held, rest = divmod(schedule.chunks, schedule.stages)
+    if rest:
+        raise ScheduleError(
+            f"{schedule.name}: {schedule.chunks} chunks on {schedule.stages} stages are no equal stages to draw"
+        )
+    timeline = simulate(schedule, costs_for(schedule.stages, held))
+    peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations)
+    head = f"step {timeline.step_time:g}, bubble {timeline.bubble:.4f}, peak activations {peaks}"
+    column = min(part for part in (*ratio, send * held) if part) / held
+    unit = column if timeline.step_time / column <= width else None
+    return "\n".join([str(schedule), head, gantt(timeline, unit=unit, width=width, color=color), GANTT_LEGEND])

@@ -12,7 +12,7 @@ from pipepart.schedule.deadlock import check_blocking, check_messages, check_ord
 from pipepart.schedule.dependencies import ActionGraph, Numbered
 from pipepart.schedule.messages import Program, lower, pairs_of
 
-__all__ = ["Validated", "peak_activations", "validate", "validate_program"]
+__all__ = ["Validated", "compute_of", "peak_activations", "validate", "validate_program"]
 
 Pair = tuple[int, int]
 

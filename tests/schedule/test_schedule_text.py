@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipepart.schedule import ChunkCosts, Edges, compare, format_table, gantt, make_schedule, simulate, table
+from pipepart.errors import ScheduleError
+from pipepart.schedule import ChunkCosts, Edges, compare, format_table, gantt, make_schedule, picture, simulate, table
 from pipepart.schedule.fixed import forward_only, gpipe, interleaved, one_f_one_b
 from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
@@ -58,3 +59,17 @@ def test_the_whole_table_has_a_block_per_case():
     text = table([2], [3, 4], [1], [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0)], send=0.1, auto=False)
     assert text.count("schedule ") == 4
     assert "1:2:1" in text
+
+
+def test_the_picture_of_a_schedule_by_name_or_from_a_file(tmp_path):
+    lines = picture("zb_h1", stages=2, microbatches=2).splitlines()
+    assert lines[0] == "zb_h1: 2 stages, 2 micro-batches"
+    assert lines[1] == "step 7, bubble 0.1429, peak activations 2, 2"
+    assert lines[2:4] == ["stage  0  01.AaBb", "stage  1  .0A1Bab"]
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    assert "stage  1  .0AA.." in picture(str(path))
+    with pytest.raises(ScheduleError, match="is for 2 stages, asked for 3"):
+        picture(str(path), stages=3)
+    assert picture("auto", stages=2, microbatches=2).count("\n") == 4
+    assert "chunk" in picture("interleaved", stages=2, microbatches=2, send=0.5, ratio=(1.0, 2.0, 1.0))

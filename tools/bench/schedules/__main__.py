@@ -17,12 +17,10 @@ from itertools import pairwise
 
 from pipepart.errors import PipepartError
 from pipepart.schedule import (
-    GANTT_LEGEND,
     SCHEDULES,
     ChunkCosts,
-    gantt,
     make_schedule,
-    read_csv,
+    picture,
     simulate,
     table,
     validate,
@@ -34,27 +32,6 @@ def _ratio(text: str) -> tuple[float, float, float]:
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text!r}: expected F:I:W such as 1:1:0.8")
     return parts
-
-
-def picture(name: str, stages: int, microbatches: int, ratio: tuple[float, float, float], color: bool) -> str:
-    """The Gantt of a schedule, by name or from a file."""
-    if name.endswith(".csv"):
-        schedule = read_csv(name)
-    elif name == "auto":
-        costs = ChunkCosts.even(stages, 1, forward=ratio[0], backward_input=ratio[1], backward_weight=ratio[2])
-        schedule = make_schedule(name, stages=stages, microbatches=microbatches, costs=costs)
-    else:
-        schedule = make_schedule(name, stages=stages, microbatches=microbatches)
-    held = schedule.chunks // schedule.stages
-    costs = ChunkCosts.even(schedule.stages, held, forward=ratio[0], backward_input=ratio[1], backward_weight=ratio[2])
-    timeline = simulate(schedule, costs)
-    head = (
-        f"{schedule}\nstep {timeline.step_time:g}, bubble {timeline.bubble:.4f}, "
-        f"peak activations {', '.join(f'{peak:g}' for peak in timeline.peak_activations)}"
-    )
-    columns = timeline.step_time * held / min(part for part in ratio if part)
-    exact = min(ratio) / held if columns <= 200 else None
-    return "\n".join([head, gantt(timeline, unit=exact, width=160, color=color), GANTT_LEGEND])
 
 
 def speed(stages: int, microbatches: int) -> str:
@@ -84,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.schedules", description=__doc__.split("\n")[0])
     parser.add_argument("--stages", type=int, nargs="+", help="numbers of stages (p)")
     parser.add_argument("--microbatches", type=int, nargs="+", help="numbers of micro-batches (m)")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4], help="chunks per stage (v)")
+    parser.add_argument("--chunks", type=int, nargs="+", help="chunks per stage (v)")
     parser.add_argument("--ratio", type=_ratio, nargs="+", help="F:I:W of a stage, such as 1:1:1")
     parser.add_argument("--send", type=float, default=0.0, help="time of one message, in stage forwards")
     parser.add_argument("--gantt", metavar="NAME", help="draw this schedule (or .csv file) instead of the table")
@@ -93,9 +70,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if options.gantt:
-            stages, microbatches = (options.stages or [4])[0], (options.microbatches or [8])[0]
-            ratio = (options.ratio or [(1.0, 1.0, 1.0)])[0]
-            print(picture(options.gantt, stages, microbatches, ratio, sys.stdout.isatty()))
+            text = picture(
+                options.gantt,
+                stages=options.stages[0] if options.stages else None,
+                microbatches=options.microbatches[0] if options.microbatches else None,
+                chunks=options.chunks[0] if options.chunks else None,
+                ratio=options.ratio[0] if options.ratio else (1.0, 1.0, 1.0),
+                send=options.send,
+                color=sys.stdout.isatty(),
+            )
+            print(text)
         elif options.speed:
             print(speed((options.stages or [64])[0], (options.microbatches or [512])[0]))
         elif options.peers:
@@ -107,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
             if options.ratio:
                 given["ratios"] = options.ratio
             stages, microbatches = options.stages or [4, 8], options.microbatches or [8, 24]
-            print(table(stages, microbatches, options.chunks, send=options.send, **given))
+            print(table(stages, microbatches, options.chunks or [1, 2, 4], send=options.send, **given))
     except PipepartError as error:
         print(error, file=sys.stderr)
         return 1
