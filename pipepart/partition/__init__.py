@@ -3,7 +3,8 @@
 from pipepart.partition.baselines import baselines
 from pipepart.partition.check import check
 from pipepart.partition.problem import Device, Link, Problem, Tensor
+from pipepart.partition.published import given_problem
 from pipepart.partition.result import Partition
 from pipepart.partition.solve import partition
 
-__all__ = ["Device", "Link", "Partition", "Problem", "Tensor", "baselines", "check", "partition"]
+__all__ = ["Device", "Link", "Partition", "Problem", "Tensor", "baselines", "check", "given_problem", "partition"]

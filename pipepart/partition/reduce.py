@@ -127,14 +127,18 @@ def _merge(instance: Instance, merged: Quotient) -> Instance:
         np.add.at(total.T, of_class, values.T)
         return total
 
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], int] = {}
+    kept, group = [], []
     for tensor, pins in enumerate(instance.pins):
         where = tuple(sorted({merged.class_of[pin] for pin in pins}))
         if len(where) > 1:
-            groups.setdefault(where, []).append(tensor)
+            kept.append(tensor)
+            group.append(groups.setdefault(where, len(groups)))
 
     def gather(values: Ints) -> Ints:
-        return np.array([int(values[tensors].sum()) for tensors in groups.values()], dtype=np.int64)
+        total = np.zeros(len(groups), dtype=np.int64)
+        np.add.at(total, group, values[kept])
+        return total
 
     return dataclasses.replace(
         instance,

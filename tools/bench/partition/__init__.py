@@ -1,0 +1,1 @@
+"""Bench of the partitioner on published graphs and on large ones."""
