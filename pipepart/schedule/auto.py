@@ -32,7 +32,7 @@ class Choice:
     schedule: Schedule
     step_time: float
     bound: float
-    """No schedule over the placements considered can be shorter (memory left aside)."""
+    """No schedule over the placements considered, within the memory limit, can be shorter."""
     fixed: tuple[tuple[str, float], ...] = field(repr=False)
     """The fixed schedules that fit in memory, with their step times."""
 
@@ -117,7 +117,7 @@ def best_schedule(
     else:
         placements = [tuple(placement)]
     bound = min(
-        lower_bound(where, microbatches, costs, edges, split=way)
+        lower_bound(where, microbatches, costs, edges, split=way, memory_limit=limit)
         for where in placements
         for way in ((False, True) if split else (False,))
     )
