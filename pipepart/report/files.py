@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipepart.report.payload import MemoryModel, make_payload
 from pipepart.report.trace_file import load_timeline
 from pipepart.schedule import Timeline
 
-__all__ = ["view", "write_report"]
+__all__ = ["RunFiles", "locate", "view", "write_report"]
 
 
 def write_report(
@@ -75,6 +76,30 @@ def _found(folder: Path, name: str) -> Path | None:
     return below[-1] if below else None
 
 
+@dataclass(frozen=True)
+class RunFiles:
+    """The files that belong together: a plan, and what lies beside it."""
+
+    plan: Path
+    trace: Path | None
+    graph: Path | None
+
+
+def locate(source: str | Path) -> RunFiles:
+    """The files of a plan file, of a trace file that lies beside its plan, or of a run folder."""
+    where = Path(source)
+    if not where.exists():
+        raise PlanError(f"there is nothing at {str(source)!r}. Expected a plan file, a trace file or a run folder.")
+    kind = "folder" if where.is_dir() else _kind_of(where)
+    folder = where if where.is_dir() else where.parent
+    plan = where if kind == "plan" else _found(folder, "plan.json") if kind == "folder" else folder / "plan.json"
+    if plan is None or not plan.is_file():
+        raise PlanError(f"no plan.json in {str(folder)!r}: a page needs the plan. Save it there with plan.save(path).")
+    trace = where if kind == "timeline" else plan.parent / "trace.json"
+    graph = where if kind == "graph" else plan.parent / "graph.json"
+    return RunFiles(plan, trace if trace.is_file() else None, graph if graph.is_file() else None)
+
+
 def view(
     source: str | Path, output: str | Path | None = None, *, compare: str | Path | None = None, title: str | None = None
 ) -> Path:
@@ -83,29 +108,17 @@ def view(
     A run folder holds `plan.json`, and maybe `trace.json` (a measured step) and `graph.json` (names and places of ops).
     `compare` names a second plan (or its folder) to show beside it.
     """
-    where = Path(source)
-    if not where.exists():
-        raise PlanError(f"there is nothing at {str(source)!r}. Expected a plan file, a trace file or a run folder.")
-    folder = where if where.is_dir() else where.parent
-    kind = "folder" if where.is_dir() else _kind_of(where)
-    plan_file = where if kind == "plan" else _found(folder, "plan.json") if kind == "folder" else folder / "plan.json"
-    if plan_file is None or not plan_file.is_file():
-        raise PlanError(f"no plan.json in {str(folder)!r}: a page needs the plan. Save it there with plan.save(path).")
-    beside = plan_file.parent
-    trace_file = where if kind == "timeline" else beside / "trace.json"
-    graph_file = where if kind == "graph" else beside / "graph.json"
-    plan = Plan.load(plan_file)
-    graph = load_graph(graph_file) if graph_file.is_file() else None
+    files = locate(source)
+    plan = Plan.load(files.plan)
+    graph = load_graph(files.graph) if files.graph else None
     if graph is not None and graph.name != plan.ops:
-        graph = None
-    measured = load_timeline(trace_file) if trace_file.is_file() else None
-    other = None
-    if compare is not None:
-        named = Path(compare)
-        other_file = _found(named, "plan.json") if named.is_dir() else named
-        if other_file is None:
-            raise PlanError(f"compare: no plan.json in {str(compare)!r}")
-        other = Plan.load(other_file)
-    target = Path(output) if output is not None else beside / "report.html"
-    name = title if title is not None else (beside.resolve().name or "pipepart")
-    return write_report(target, plan, graph=graph, measured=measured, title=name, compare=other)
+        graph = None  # of another plan that was here before
+    beside = files.plan.parent
+    return write_report(
+        Path(output) if output is not None else beside / "report.html",
+        plan,
+        graph=graph,
+        measured=load_timeline(files.trace) if files.trace else None,
+        title=title if title is not None else (beside.resolve().name or "pipepart"),
+        compare=None if compare is None else Plan.load(locate(compare).plan),
+    )

@@ -164,12 +164,13 @@ def _graph(view: GraphView, known: bool) -> dict[str, Any]:
         columns[field] = getattr(view, field)
     for field in ("forward", "backward_input", "backward_weight"):
         columns[field] = [float(f"{seconds:.5g}") for seconds in getattr(view, field)]
+    parameters = [coded(names) for names in view.parameters]
     return {
         "known": known,
         "hash": view.hash,
         "columns": columns,
         "words": list(words),
-        "parameters": [coded(names) for names in view.parameters],
+        "parameters": parameters,
         "edges": [op for edge in view.edges for op in edge],
         "tied": view.tied,
     }

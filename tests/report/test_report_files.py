@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from report_samples import costs_of, gpt_graph, jittered, moved, sample_plan
@@ -23,6 +25,9 @@ from pipepart.report import (
     view,
     write_perfetto,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tools import visualize
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
 
@@ -152,3 +157,17 @@ def test_terminal_chart():
     text = plan_text(plan, jittered(plan), 90)
     assert "measured (prediction -" in text
     assert text.count("stage  3  ") == 2
+
+
+def test_command_line_tool(tmp_path, capsys):
+    plan = sample_plan(3)
+    plan.save(tmp_path / "plan.json")
+    save_timeline(tmp_path / "trace.json", jittered(plan))
+    wanted = [tmp_path / name for name in ("page.html", "plan.svg", "perfetto.json")]
+    command = [str(tmp_path), "-o", str(wanted[0]), "--svg", str(wanted[1]), "--perfetto", str(wanted[2]), "--text"]
+    assert visualize.main(command) == 0
+    printed = capsys.readouterr().out
+    assert all(path.stat().st_size > 1000 and str(path) in printed for path in wanted)
+    assert "measured (prediction" in printed
+    assert visualize.main([str(tmp_path / "nothing")]) == 1
+    assert "there is nothing at" in capsys.readouterr().err

@@ -196,7 +196,7 @@
     }
 
     axis() {
-      const group = s("g", {}), step = niceStep(this.to - this.from, this.plot / 90);
+      const group = s("g", {}), step = niceStep(this.to - this.from, this.plot / 72);
       for (let t = Math.ceil(this.from / step) * step; t <= this.to + step * 1e-6; t += step) {
         const x = this.x(t);
         if (x < this.left - 1 || x > this.left + this.plot + 1) continue;

@@ -1,10 +1,20 @@
 // The graph view: nested boxes coloured by stage, cut edges with their bytes, search, zoom, details.
 (function (pp) {
   "use strict";
+  if (typeof document === "undefined") return;
   const { h, s } = pp;
   const PAD = 14, HEAD = 26, TALL = 42, FIRST = 48, MOST = 1500;
 
-  const textWidth = (text, size) => Array.from(text).reduce((sum, c) => sum + (c.charCodeAt(0) > 0x2e80 ? size : /[mwMW@…]/.test(c) ? size * 0.86 : /[A-Z_]/.test(c) ? size * 0.69 : /[ijlt.,:'|()1]/.test(c) ? size * 0.4 : size * 0.585), 0);
+  const pen = document.createElement("canvas").getContext("2d"), widths = new Map();
+  /** Width of a text of the page's font; names are drawn at 12 px and bold, all else at 10.5 px. */
+  function textWidth(text, size) {
+    const key = `${size} ${text}`;
+    if (!widths.has(key)) {
+      pen.font = `${size >= 12 ? 600 : 400} ${size}px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif`;
+      widths.set(key, Math.ceil(pen.measureText(text).width) + 1);
+    }
+    return widths.get(key);
+  }
 
   class GraphView {
     constructor(root, data) {
@@ -76,15 +86,21 @@
 
     nodeSize(node) {
       const sub = this.subtitle(node);
-      const width = Math.max(textWidth(pp.shorten(node.label, 34), 12) + (node.children.length ? 52 : 26), textWidth(sub, 10.5) + (node.children.length ? 46 : 26), 84);
+      const width = Math.max(textWidth(pp.shorten(node.label, 34), 12) + (node.children.length ? 50 : 24), textWidth(sub, 10.5) + (node.children.length ? 50 : 24), 84);
       return [Math.ceil(width), TALL];
     }
 
     subtitle(node) {
       const time = node.sum.forward + node.sum.backward, stages = [...node.stages.keys()].sort((a, b) => a - b);
       const where = stages.length === 1 ? `S${stages[0]}` : `S${stages[0]}–${stages[stages.length - 1]}`;
-      const what = node.op >= 0 ? this.graph.moduleClass(node.op) || this.graph.target(node.op) || this.graph.kind(node.op) : pp.plural(node.sum.ops, "op");
+      const what = node.op >= 0 ? this.what(node) : pp.plural(node.sum.ops, "op");
       return [where, pp.shorten(what, 22), time ? pp.seconds(time) : ""].filter(Boolean).join(" · ");
+    }
+
+    /** What an op is: the class of its module, or its function, unless its name says that already. */
+    what(node) {
+      const { graph: g } = this, word = g.kind(node.op) === "module" ? g.moduleClass(node.op) : g.target(node.op).split(".").pop();
+      return node.label.startsWith(word) ? "" : word;
     }
 
     arrange(node, edges) {
@@ -112,6 +128,7 @@
       this.arrange(this.tree.root, edges);
       this.elements = new Map();
       this.labels = s("g", {});
+      this.tags = [];
       const lines = s("g", {}), frames = s("g", {}), boxes = s("g", {});
       const place = (node, x, y) => {
         node.X = x;
@@ -129,6 +146,7 @@
       };
       joined(this.tree.root);
       for (const [node, item] of inner) lines.append(this.edge(node, item));
+      this.placeTags();
       this.world.replaceChildren(frames, this.tiedLines(), boxes, lines, this.labels);
       this.markHits();
       const shown = this.elements.size;
@@ -209,11 +227,23 @@
       edge.path = path;
       const hit = s("path", { d, fill: "none", stroke: "transparent", "stroke-width": 10, onclick: (event) => { event.stopPropagation(); if (!this.dragged) this.explainEdge(edge); } });
       if (edge.label && edge.cut && edge.bytes) {
-        const text = pp.bytes(edge.bytes), width = textWidth(text, 10.5) + 10;
-        this.labels.append(s("g", { class: "bytes", "data-bytes": edge.bytes, onclick: () => this.explainEdge(edge) }, s("rect", { x: label[0] - width / 2, y: label[1] - 8, width, height: 16, rx: 8 }),
-          s("text", { x: label[0], y: label[1] + 3.8 }, text)));
+        this.tags.push({ edge, text: pp.bytes(edge.bytes), x: label[0], y: label[1] });
       }
       return s("g", {}, path, hit);
+    }
+
+    /** Byte counts on the edges that cross a cut, moved aside where they would cover each other. */
+    placeTags() {
+      const placed = [];
+      for (const tag of this.tags.sort((a, b) => a.y - b.y || a.x - b.x)) {
+        const width = textWidth(tag.text, 10.5) + 12;
+        const free = (x) => placed.every((p) => Math.abs(p.x - x) > (p.width + width) / 2 + 2 || Math.abs(p.y - tag.y) > 18);
+        let step = 0, x = tag.x;
+        while (!free(x)) { step++; x = tag.x + (step % 2 ? 1 : -1) * Math.ceil(step / 2) * 8; }
+        placed.push({ x, y: tag.y, width });
+        this.labels.append(s("g", { class: "bytes", "data-bytes": tag.edge.bytes, onclick: () => this.explainEdge(tag.edge) },
+          s("rect", { x: x - width / 2, y: tag.y - 8, width, height: 16, rx: 8 }), s("text", { x, y: tag.y + 3.8 }, tag.text)));
+      }
     }
 
     tiedLines() {

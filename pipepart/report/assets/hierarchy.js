@@ -120,8 +120,30 @@
         if (!only) return node;
         return { ...only, label: only.op >= 0 ? node.label : `${node.label}.${only.label}`, path: only.path || full };
       });
-      nodes.sort((a, b) => a.first - b.first);
-      return bundled(nodes);
+      return bundled(inOrder(nodes, parts));
+    }
+
+    /** Siblings so that what feeds another comes before it; otherwise in program order. */
+    function inOrder(nodes, parts) {
+      parts.forEach((part, n) => part.ops.forEach((op) => { slot[op] = n; }));
+      const mine = new Set(parts.flatMap((part) => part.ops)), waiting = new Int32Array(nodes.length), next = nodes.map(() => new Set());
+      parts.forEach((part, n) => {
+        for (const op of part.ops) for (const t of graph.out[op]) if (mine.has(t) && slot[t] !== n) next[n].add(slot[t]);
+      });
+      next.forEach((targets) => targets.forEach((t) => { waiting[t]++; }));
+      const ready = new pp.Heap(), left = new Set(nodes.keys()), order = [];
+      nodes.forEach((node, n) => { if (!waiting[n]) ready.push([node.first, n]); });
+      while (left.size) {
+        if (!ready.size) { // a circle that could not be untangled: go on with its first op
+          const n = [...left].reduce((a, b) => (nodes[b].first < nodes[a].first ? b : a));
+          ready.push([nodes[n].first, n]);
+        }
+        const [, n] = ready.pop();
+        if (!left.delete(n)) continue;
+        order.push(nodes[n]);
+        next[n].forEach((t) => { if (--waiting[t] === 0 && left.has(t)) ready.push([nodes[t].first, t]); });
+      }
+      return order;
     }
 
     /** Too many children for one picture: neighbours in program order become bundles that open like modules. */

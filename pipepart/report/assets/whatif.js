@@ -116,7 +116,7 @@
         return rate;
       }));
       sweep.replaceChildren(h("table", { id: "whatif-table" },
-        h("thead", {}, h("tr", {}, h("th", {}, "samples/s"), counts.map((m) => h("th", {}, `${m} micro-batches`)))),
+        h("thead", {}, h("tr", {}, h("th", {}, "samples/s by micro-batches"), counts.map((m) => h("th", {}, m)))),
         h("tbody", {}, possible.map((name, row) => h("tr", {}, h("td", {}, name), counts.map((m, column) => {
           const rate = cells[row][column], chosen = name === state.schedule && m === state.microbatches;
           return h("td", { class: `${chosen ? "chosen" : ""} ${rate >= best * 0.99999 ? "better" : ""}` }, pp.button(pp.count(rate), () => {

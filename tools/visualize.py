@@ -1,0 +1,90 @@
+"""Look at a plan: a page, a picture, a trace or a table, from a plan file, a trace file or a run folder.
+
+python -m tools.visualize runs/last                              # report.html beside the plan
+python -m tools.visualize plan.json --compare other.json -o both.html
+python -m tools.visualize runs/last --svg plan.svg --perfetto trace.json --text
+python -m tools.visualize runs/last --png page.png --width 400 --theme dark
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pipepart.errors import PipepartError, PlanError
+from pipepart.planning.plan import Plan
+from pipepart.report import load_timeline, plan_text, view, write_perfetto, write_svg
+from pipepart.report.files import locate
+
+
+def take_picture(page: Path, target: Path, width: int, height: int, theme: str) -> None:
+    """A PNG of a page, taken by a headless Chromium."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        raise PlanError("--png needs a Chromium, and none is installed. Use --svg, or install chromium.")
+    colours = (
+        ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else ["--blink-settings=preferredColorScheme=1"]
+    )
+    with tempfile.TemporaryDirectory() as profile:
+        command = [
+            browser,
+            "--headless=new",
+            "--no-sandbox",
+            "--hide-scrollbars",
+            f"--user-data-dir={profile}",
+            *colours,
+        ]
+        command += [
+            f"--window-size={width},{height}",
+            "--virtual-time-budget=3000",
+            f"--screenshot={target}",
+            page.as_uri(),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if not target.is_file():
+        raise PlanError(f"the browser made no picture: {done.stderr.strip()[-300:]}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tools.visualize", description="Look at a plan, a trace or a run folder.")
+    parser.add_argument("source", help="plan.json, trace.json or a run folder")
+    parser.add_argument("-o", "--output", help="where the page goes (default: report.html beside the plan)")
+    parser.add_argument("--compare", help="a second plan, or its run folder")
+    parser.add_argument("--title")
+    parser.add_argument("--svg", help="also write the partition and its schedule as a standalone SVG")
+    parser.add_argument("--perfetto", help="also write a trace for ui.perfetto.dev")
+    parser.add_argument("--png", help="also take a picture of the page (needs Chromium)")
+    parser.add_argument("--width", type=int, default=1400, help="of the picture, in pixels")
+    parser.add_argument("--height", type=int, default=2600)
+    parser.add_argument("--theme", choices=["light", "dark"], default="light")
+    parser.add_argument("--text", action="store_true", help="also print table and chart to the terminal")
+    given = parser.parse_args(arguments)
+    try:
+        page = view(given.source, given.output, compare=given.compare, title=given.title)
+        found = locate(given.source)
+        plan = Plan.load(found.plan)
+        measured = load_timeline(found.trace) if found.trace else None
+        if given.text:
+            print(plan_text(plan, measured, shutil.get_terminal_size().columns, color=sys.stdout.isatty()))
+        made = [page]
+        if given.svg:
+            made.append(write_svg(given.svg, plan, measured=measured, theme=given.theme, title=given.title or ""))
+        if given.perfetto:
+            made.append(write_perfetto(given.perfetto, plan.timeline, measured=measured))
+        if given.png:
+            take_picture(page.resolve(), Path(given.png).resolve(), given.width, given.height, given.theme)
+            made.append(Path(given.png))
+    except PipepartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for path in made:
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
