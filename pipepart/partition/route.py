@@ -40,7 +40,8 @@ class Route:
     """Nodes in an order in which every node comes after the nodes that lead to it; the first one is the start."""
 
     nodes: tuple[Node, ...]
-    chunks: int
+    stages: tuple[int, ...]
+    """Chunk -> the stage it is on (each on its own, where the devices are a pool)."""
 
     def without_memory(self) -> Route:
         """The same route where memory cannot matter: then positions differ by device and links only."""
@@ -48,7 +49,7 @@ class Route:
         for node in self.nodes:
             before = tuple((b, dataclasses.replace(p, held=0, limit=UNBOUNDED)) for b, p in node.before)
             nodes.append(dataclasses.replace(node, before=before))
-        return Route(tuple(nodes), self.chunks)
+        return Route(tuple(nodes), self.stages)
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -60,21 +61,17 @@ def make_route(problem: Problem, instance: Instance, chunks: int, microbatches: 
     """The route of a problem. ``whole``: each chunk may use all memory of its stage (a relaxation for bounds)."""
     if problem.any_order:
         return _pool(problem, instance, chunks, microbatches)
-    on_stage: dict[int, int] = {}
-    for chunk in range(chunks):
-        stage = problem.placement[chunk] if problem.placement is not None else chunk
-        on_stage[stage] = on_stage.get(stage, 0) + 1
+    stages = problem.placement if problem.placement is not None else tuple(range(chunks))
     positions = []
-    for chunk in range(chunks):
-        stage = problem.placement[chunk] if problem.placement is not None else chunk
-        share = 1.0 if whole else 1.0 / on_stage[stage]
+    for chunk, stage in enumerate(stages):
+        share = 1.0 if whole else 1.0 / stages.count(stage)
         positions.append(make_position(problem, chunk, problem.device(chunk), chunks, microbatches, share))
     able = [1.0 / instance.ratio[position.kind] for position in positions]
     nodes = [Node((), 0.0, sum(able), False)]
     for index, position in enumerate(positions):
         final = index == chunks - 1 or problem.fewer
         nodes.append(Node(((index, position),), sum(able[: index + 1]), sum(able[index + 1 :]), final))
-    return Route(tuple(nodes), chunks)
+    return Route(tuple(nodes), stages)
 
 
 def _pool(problem: Problem, instance: Instance, chunks: int, microbatches: int) -> Route:
@@ -115,7 +112,7 @@ def _pool(problem: Problem, instance: Instance, chunks: int, microbatches: int) 
                 final=sum(used) == chunks or (problem.fewer and sum(used) > 0),
             )
         )
-    return Route(tuple(nodes), chunks)
+    return Route(tuple(nodes), tuple(range(chunks)))
 
 
 def _best(left: list[tuple[float, int]], places: int) -> float:

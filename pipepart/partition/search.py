@@ -25,7 +25,8 @@ from pipepart.partition.table import Table, blocks
 
 __all__ = ["Found", "States", "best_path", "pairs_to_try"]
 
-_MOST_IN_TABLE = 30_000_000
+_MOST_IN_TABLE = 8_000_000
+_SQUARE_BITS = 22
 
 
 class States(Protocol):
@@ -57,13 +58,16 @@ class States(Protocol):
 class Found:
     """A way through the states."""
 
-    bottleneck: int
+    loads: tuple[int, ...]
     traffic: int
     path: tuple[int, ...]
     """States from the empty one to the full one."""
     positions: tuple[Position, ...]
-    thinned: bool
-    """Some states were left out to save time: not proved to be the best over the states."""
+
+    @property
+    def bottleneck(self) -> int:
+        """The largest load."""
+        return max(self.loads)
 
 
 @dataclass
@@ -75,17 +79,17 @@ class _Front:
 
 
 def best_path(
-    states: States, route: Route, limit: int, *, least_traffic: bool = False, widest: int = 1 << 40
+    states: States, route: Route, limit: int, *, goal: str = "bottleneck", widest: int = 1 << 40
 ) -> Found | None:
-    """The path with the smallest bottleneck of at most ``limit`` ticks, or with the least traffic under that limit.
+    """The best path without any chunk above ``limit`` ticks.
 
+    ``goal``: the smallest ``bottleneck``, the least ``traffic``, or the best ``balance`` (least sum of squared loads).
     ``None`` proves that there is none (unless windows were thinned to ``widest`` states).
     """
     work = states.work
     tables = _shared_tables(states, route, limit)
     fronts: list[_Front] = [_empty() for _ in route.nodes]
     fronts[0] = _Front(*(np.zeros(1, np.int64) for _ in range(4)))
-    thinned = False
     last = len(work) - 1
     for number, node in enumerate(route.nodes):
         if not node.before:
@@ -99,7 +103,6 @@ def best_path(
         thin = len(targets) > widest
         if thin:
             targets = _thin(targets, states.cut_costs(), widest)
-            thinned = True
         merged = _empty()
         for before, position in node.before:
             front = fronts[before]
@@ -108,9 +111,9 @@ def best_path(
             table = tables.get(position.terms)
             if table is not None and not thin and route.nodes[before].before and node.left > 0:
                 window = int(targets[0]), int(targets[-1]) + 1
-                step = _step_by_table(table, len(work), front, window, limit, before, least_traffic)
+                step = _step_by_table(table, len(work), front, window, limit, before, goal)
             else:
-                step = _step(states, front, targets, position, limit, before, least_traffic)
+                step = _step(states, front, targets, position, limit, before, goal)
             merged = _merge(merged, step)
         fronts[number] = merged
     best: tuple[int, int, int] | None = None
@@ -121,7 +124,7 @@ def best_path(
                 best = (int(fronts[number].value[at[0]]), number, int(at[0]))
     if best is None:
         return None
-    return _trace(states, route, fronts, best[1], best[2], thinned)
+    return _trace(states, route, fronts, best[1], best[2])
 
 
 def pairs_to_try(states: States, route: Route, limit: int) -> int:
@@ -160,21 +163,16 @@ def _empty() -> _Front:
     return _Front(*(np.zeros(0, np.int64) for _ in range(4)))
 
 
-def _step(
-    states: States, front: _Front, targets: Ints, position: Position, limit: int, node: int, least_traffic: bool
-) -> _Front:
+def _step(states: States, front: _Front, targets: Ints, position: Position, limit: int, node: int, goal: str) -> _Front:
     """One more chunk: the best way to each target, in blocks of bounded size."""
     reach, value, parent = [], [], []
     for first, upto, start, end in blocks(states.work, front.index, targets, limit):
         block = targets[start:end]
         load, traffic = states.loads(front.index[first:upto], block, position, limit)
-        if least_traffic:
-            cost = np.where(load <= limit, front.value[first:upto, None] + traffic, NEVER)
-        else:
-            cost = np.maximum(front.value[first:upto, None], load)
+        cost = _cost(front.value[first:upto, None], load, traffic, limit, goal)
         choice = cost.argmin(axis=0)
         best = cost[choice, np.arange(len(block))]
-        good = best < NEVER if least_traffic else best <= limit
+        good = best < NEVER
         reach.append(block[good])
         value.append(best[good])
         parent.append(choice[good] + first)
@@ -182,6 +180,18 @@ def _step(
         return _empty()
     index = np.concatenate(reach)
     return _Front(index, np.concatenate(value), np.full(len(index), node, np.int64), np.concatenate(parent))
+
+
+def _cost(value: Ints, load: Ints, traffic: Ints, limit: int, goal: str) -> Ints:
+    """What a path costs with one more chunk; `NEVER` where the chunk is above the limit."""
+    if goal == "bottleneck":
+        cost = np.maximum(value, load)
+    elif goal == "traffic":
+        cost = value + traffic
+    else:
+        part = np.minimum(load, limit) // max(1, limit >> _SQUARE_BITS)
+        cost = value + part * part
+    return np.where(load <= limit, np.minimum(cost, NEVER), NEVER)
 
 
 def _shared_tables(states: States, route: Route, limit: int) -> dict[object, Table]:
@@ -221,19 +231,15 @@ def _table(states: States, sources: tuple[int, int], targets: tuple[int, int], p
 
 
 def _step_by_table(
-    table: Table, states: int, front: _Front, window: tuple[int, int], limit: int, node: int, least_traffic: bool
+    table: Table, states: int, front: _Front, window: tuple[int, int], limit: int, node: int, goal: str
 ) -> _Front:
     """One more chunk, with loads that are known already."""
     first, last = np.searchsorted(table.target, window, "left")
     source, target, load = table.source[first:last], table.target[first:last], table.load[first:last]
     value = np.full(states, NEVER, dtype=np.int64)
     value[front.index] = front.value
-    if least_traffic:
-        cost = np.where(load <= limit, value[source] + table.traffic[first:last], NEVER)
-    else:
-        cost = np.maximum(value[source], load)
-    ceiling = NEVER - 1 if least_traffic else limit
-    usable = np.flatnonzero(cost <= ceiling)
+    cost = _cost(value[source], load, table.traffic[first:last], limit, goal)
+    usable = np.flatnonzero(cost < NEVER)
     if not len(usable):
         return _empty()
     source, target, cost = source[usable], target[usable], cost[usable]
@@ -270,7 +276,7 @@ def _thin(targets: Ints, cost: Ints, widest: int) -> Ints:
     return thin
 
 
-def _trace(states: States, route: Route, fronts: list[_Front], node: int, at: int, thinned: bool) -> Found:
+def _trace(states: States, route: Route, fronts: list[_Front], node: int, at: int) -> Found:
     path: list[int] = []
     positions: list[Position] = []
     while node:
@@ -282,9 +288,9 @@ def _trace(states: States, route: Route, fronts: list[_Front], node: int, at: in
     path.append(0)
     path.reverse()
     positions.reverse()
-    bottleneck = traffic = 0
+    loads, traffic = [], 0
     for source, target, position in zip(path, path[1:], positions):
         load, moved = states.loads(np.array([source]), np.array([target]), position, NEVER)
-        bottleneck = max(bottleneck, int(load[0, 0]))
+        loads.append(int(load[0, 0]))
         traffic += int(moved[0, 0])
-    return Found(bottleneck, traffic, tuple(path), tuple(positions), thinned)
+    return Found(tuple(loads), traffic, tuple(path), tuple(positions))

@@ -167,11 +167,24 @@ def _less_traffic(outcome: _Outcome, route: Route, slack: float) -> _Outcome:
     best = outcome.found
     for share in (0.0, slack):
         limit = int(outcome.found.bottleneck * (1 + share))
-        found = best_path(outcome.states, route, limit, least_traffic=True, widest=widest)
+        found = best_path(outcome.states, route, limit, goal="traffic", widest=widest)
         # A worse bottleneck must be worth it: at least a twentieth of the traffic.
         if found is not None and found.traffic < best.traffic * (1 - (0.05 if share else 0.0)):
             best = found
-    return _Outcome(outcome.states, best, outcome.bound, outcome.method)
+    if len(set(route.stages)) < len(route.stages):
+        # A stage runs the sum of its chunks: balance them, which the bottleneck alone does not ask for.
+        found = best_path(outcome.states, route, best.bottleneck, goal="balance", widest=widest)
+        if found is not None and _stage_load(found, route) < _stage_load(best, route):
+            best = found
+    return dataclasses.replace(outcome, found=best)
+
+
+def _stage_load(found: Found, route: Route) -> int:
+    """The largest sum of loads of the chunks of one stage."""
+    sums: dict[int, int] = {}
+    for stage, load in zip(route.stages, found.loads):
+        sums[stage] = sums.get(stage, 0) + load
+    return max(sums.values())
 
 
 def _share_memory(
