@@ -38,6 +38,8 @@ class Options:
     plan: Plan | None = None
     timeout: float = 300.0
     """Seconds after which a transfer or collective that does not finish is an error."""
+    transport: str = "auto"
+    """How tensors travel between stages: ``auto``, ``group`` (gloo, NCCL) or ``shared_memory``."""
 
 
 def example_microbatch(example: Any, options: Options, mesh: Mesh) -> tuple[Any, int]:

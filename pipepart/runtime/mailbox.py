@@ -207,7 +207,7 @@ class _Arrival:
 def _wait(pending: Pending, what: str) -> None:
     try:
         pending.wait()
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise PipelineError(f"{what} failed: {error}") from error
 
 

@@ -17,6 +17,7 @@ from pipepart.runtime.device import limit_threads
 from pipepart.runtime.launch import join_job, processes_on_this_host, world_size
 from pipepart.runtime.mesh import Groups, fit_mesh
 from pipepart.runtime.stage import StageRuntime
+from pipepart.runtime.transport import check_transport
 from pipepart.schedule import Timeline
 
 __all__ = ["Pipeline"]
@@ -56,8 +57,10 @@ class Pipeline:
         keep_together: Sequence[Sequence[str]] = (),
         split_at: Sequence[str] | None = None,
         timeout: float = 300.0,
+        transport: str = "auto",
     ) -> None:
         check_request(schedule, microbatches, stages)
+        check_transport(transport)
         options = Options(
             plan.stages if plan else stages,
             plan.replicas if plan else replicas,
@@ -83,7 +86,7 @@ class Pipeline:
         root.eval()
         evaluation = record(module_or_step, *example)
         root.train(was_training)
-        self._runtime = StageRuntime(root, agreed, graph, training, groups, self._device, timeout, "step")
+        self._runtime = StageRuntime(root, agreed, graph, training, groups, self._device, timeout, "step", transport)
         self._runtime.add("evaluate", evaluation)
         self._trace = False
 

@@ -18,7 +18,7 @@ from pipepart.runtime.header import share
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.messages import Routes
 from pipepart.runtime.microbatch import MicrobatchSizes, batch_size_of, merge_outputs, microbatch_sizes, slice_leaves
-from pipepart.runtime.transport import GroupTransport
+from pipepart.runtime.transport import Transport
 from pipepart.schedule import SCHEDULES, Schedule
 
 __all__ = ["Program", "StepResult"]
@@ -38,12 +38,18 @@ class Program:
     """The chunks of one recording on this stage."""
 
     def __init__(
-        self, recording: Recording, chunks: Sequence[Chunk], plan: Plan, groups: Groups | None, device: torch.device
+        self,
+        recording: Recording,
+        chunks: Sequence[Chunk],
+        plan: Plan,
+        groups: Groups | None,
+        transport: Transport | None,
+        device: torch.device,
     ) -> None:
         self.recording, self.chunks, self._plan, self._groups, self._device = recording, chunks, plan, groups, device
         self._stage = groups.stage if groups is not None else 0
         self._first, self._last = plan.placement[0], plan.placement[-1]
-        transport = GroupTransport(groups) if groups is not None and plan.stages > 1 else None
+        self._transport = transport
         routes = Routes.of(chunks, plan.placement)
         splits = SCHEDULES[plan.schedule].splits_backward
         self.executor = Executor(chunks, routes, self._stage, transport, device, recording.loss_index, splits)
@@ -103,19 +109,19 @@ class Program:
             microbatches = [{**by_name, **dict(zip(tensors, part))} for part in parts]
             forms = [tuple((tuple(t.shape), str(t.dtype)) for t in part) for part in parts]
             header = (sizes.sizes, tuple(self._forms.setdefault(form, len(self._forms)) for form in forms), numbers)
-        if self._groups is not None:
-            header = share(header, self._groups, self._first, self._device)
+        if self._groups is not None and self._transport is not None:
+            header = share(header, self._groups, self._transport, self._first, self._device)
         counts, forms, numbers = header
         sizes = MicrobatchSizes(counts)
         return StepInput(forms, sizes.weights, numbers, microbatches), sizes
 
     def _spread(self, merged: list[Any] | None, everywhere: bool) -> list[Any]:
         """Give the outputs of the last stage to all stages."""
-        if self._groups is None or self._plan.stages == 1:
+        if self._groups is None or self._transport is None:
             assert merged is not None
             return merged
         described = [_describe(value) for value in merged] if merged is not None else None
-        described = share(described, self._groups, self._last, self._device)
+        described = share(described, self._groups, self._transport, self._last, self._device)
         if merged is not None and not everywhere:
             return merged
         outputs: list[Any] = []

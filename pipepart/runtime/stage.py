@@ -16,9 +16,11 @@ from pipepart.graph import OpGraph, op_graph
 from pipepart.planning import Plan, transfer
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm
+from pipepart.runtime.header import share
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.ownership import Ownership, drop_foreign_parameters, place_parameters
 from pipepart.runtime.program import Program, StepResult
+from pipepart.runtime.transport import Transport, choose_transport
 from pipepart.schedule import Event, Timeline
 
 __all__ = ["StageRuntime"]
@@ -37,16 +39,20 @@ class StageRuntime:
         device: torch.device,
         timeout: float,
         name: str,
+        transport: str = "auto",
     ) -> None:
         """`planned` is the recorded step that the plan was made for, under the name that it will be run by."""
         self.root, self.plan, self.groups, self.device = root, plan, groups, device
         self._graph = graph
         chunks = split(planned, dict(zip(plan.ops, plan.chunk_of)), len(plan.placement))
         self.ownership = Ownership.of(root, chunks, plan.placement)
+        self._transport: Transport | None = None
         with guarded(groups):
+            if groups is not None and plan.stages > 1:
+                self._transport = choose_transport(transport, groups, device, timeout)
             self._sync = GradientSync(self.ownership, groups, timedelta(seconds=timeout))
         self._name = name
-        self._programs = {name: Program(planned, chunks, plan, groups, device)}
+        self._programs = {name: Program(planned, chunks, plan, groups, self._transport, device)}
         self._fresh: dict[str, torch.Tensor] = {}
         self.timeline: Timeline | None = None
         self._hollow: dict[str, nn.Parameter] = {}
@@ -75,7 +81,7 @@ class StageRuntime:
         graph = op_graph(recording)
         chunk_of = transfer(self._graph, self.plan.chunk_of, graph, len(self.plan.placement))
         chunks = split(recording, chunk_of, len(self.plan.placement))
-        self._programs[name] = Program(recording, chunks, self.plan, self.groups, self.device)
+        self._programs[name] = Program(recording, chunks, self.plan, self.groups, self._transport, self.device)
 
     def has(self, name: str) -> bool:
         return name in self._programs
@@ -134,10 +140,20 @@ class StageRuntime:
         leaves: Sequence[Any] | None,
         *,
         outputs_everywhere: bool = True,
+        separate: Collection[int] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> StepResult:
         with guarded(self.groups):
-            return self._programs[name].run(leaves, train=False, outputs_everywhere=outputs_everywhere, context=context)
+            return self._programs[name].run(
+                leaves, train=False, outputs_everywhere=outputs_everywhere, separate=separate, context=context
+            )
+
+    def from_last(self, value: Any) -> Any:
+        """A plain value of the last stage on all stages of the replica. Every stage must call it."""
+        if self.groups is None or self._transport is None:
+            return value
+        with guarded(self.groups):
+            return share(value, self.groups, self._transport, self.plan.placement[-1], self.device)
 
     def _gather_timeline(self, events: list[Event]) -> Timeline:
         """All stages' events of the step on one clock. Processes of one host share the monotonic clock."""
@@ -179,6 +195,11 @@ class StageRuntime:
             return {}
         merged = {name: value for part in parts for name, value in part.items()}
         return type(own)((name, merged.get(name, value)) for name, value in own.items())
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The entries of the state dict whose true value is on this stage."""
+        state = self.root.state_dict()
+        return state if self.groups is None else self._true_here(state)
 
     def _true_here(self, state: dict[str, Any]) -> dict[str, Any]:
         """The entries of a state dict whose true value is on this stage, names of ties included."""

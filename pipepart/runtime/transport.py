@@ -7,9 +7,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from pipepart.errors import ConfigError, did_you_mean
 from pipepart.runtime.mesh import Groups
 
-__all__ = ["GroupTransport", "Pending", "Transport"]
+__all__ = ["TRANSPORTS", "GroupTransport", "Pending", "Transport", "check_transport", "choose_transport"]
+
+TRANSPORTS = ("auto", "group", "shared_memory")
 
 
 class Pending(Protocol):
@@ -43,6 +46,29 @@ class GroupTransport:
     def recv(self, tensor: torch.Tensor, source: int) -> Pending:
         group = self._groups.channel(source, self._groups.stage)
         return _started(dist.irecv(tensor, self._groups.rank_of_stage(source), group=group))
+
+
+def choose_transport(name: str, groups: Groups, device: torch.device, timeout: float) -> Transport:
+    """``group``: torch.distributed; ``shared_memory``: CPU processes of one host; ``auto``: the faster one that fits.
+
+    Every rank of the replica must call it.
+    """
+    from pipepart.runtime.shared_memory import SharedMemoryTransport, one_host
+
+    check_transport(name)
+    together = name != "group" and device.type == "cpu" and one_host(groups)
+    if name == "shared_memory" and not together:
+        raise ConfigError(
+            f"transport='shared_memory' needs CPU processes on one Linux host; this rank is on {device} and its replica is on "
+            f"{'one host' if device.type != 'cpu' else 'several hosts'}. Use transport='auto'."
+        )
+    return SharedMemoryTransport(groups, timeout) if together else GroupTransport(groups)
+
+
+def check_transport(name: str) -> None:
+    """Refuse an unknown transport."""
+    if name not in TRANSPORTS:
+        raise ConfigError(f"transport {name!r} is not known: {did_you_mean(name, TRANSPORTS)}")
 
 
 def _started(work: dist.Work | None) -> Pending:

@@ -1,0 +1,1 @@
+"""How close the runtime comes to what its schedules allow, side by side with torch.distributed.pipelining."""
