@@ -224,7 +224,7 @@ def executable(
     new: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         new[node] = graph.placeholder(node.name)
-        new[node].meta = dict(node.meta)
+        new[node].meta = {**node.meta, "origin": node.name}
     root = recording.root
 
     def attribute(node: fx.Node) -> fx.Node:

@@ -9,11 +9,14 @@ import torch
 import torch.fx as fx
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from pipepart.capture import intrinsics
+from pipepart.capture.patches import is_metric
 from pipepart.capture.recording import OpMeta, Recording
-from pipepart.capture.state import stand_ins
+from pipepart.capture.state import preserved, stand_ins
 
 __all__ = ["op_flops"]
 
+_EFFECTS = (intrinsics.check, intrinsics.method_of, intrinsics.set_attribute)
 _FREE = ("getitem", "view", "reshape", "transpose", "permute", "size", "check", "changed", "contiguous", "expand")
 
 
@@ -31,9 +34,11 @@ def op_flops(recording: Recording) -> dict[fx.Node, int]:
     Each op is run by itself on fake tensors of its recorded input shapes; one that needs data counts as 0.
     """
     found: dict[fx.Node, int] = {}
-    with stand_ins(recording.root) as mode, mode, torch.no_grad():
+    with preserved(recording.root), stand_ins(recording.root) as mode, mode, torch.no_grad():
         for node in recording.ops:
-            if node.op in ("placeholder", "output") or node.meta["op"].is_number:
+            if node.op in ("placeholder", "output") or node.meta["op"].is_number or node.target in _EFFECTS:
+                continue
+            if node.op == "call_module" and is_metric(recording.root.get_submodule(str(node.target))):
                 continue
             name = str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", "")
             if node.op != "call_module" and name in _FREE:

@@ -17,7 +17,7 @@ from pipepart.capture.execute import used_tensors
 from pipepart.capture.patches import is_torch_leaf
 from pipepart.capture.state import preserved
 
-__all__ = ["Report", "check_model"]
+__all__ = ["Report", "check_model", "compare", "measure"]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Report:
         return self.captured and not self.problems
 
 
-def _measure(
+def measure(
     model: nn.Module, call: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Loss, gradients and buffers of one step, from a fixed random state; the model is left as it was."""
@@ -56,7 +56,12 @@ def _measure(
     return loss.detach(), grads, buffers
 
 
-def _compare(a: tuple[Any, ...], b: tuple[Any, ...], what: str) -> list[str]:
+def real(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of any dtype as floats."""
+    return torch.view_as_real(value) if value.is_complex() else value.float()
+
+
+def compare(a: tuple[Any, ...], b: tuple[Any, ...], what: str) -> list[str]:
     problems = []
     if not torch.allclose(a[0], b[0], atol=1e-5, rtol=1e-4, equal_nan=True):
         problems.append(f"{what}: loss {a[0].item()} / {b[0].item()}")
@@ -64,7 +69,7 @@ def _compare(a: tuple[Any, ...], b: tuple[Any, ...], what: str) -> list[str]:
         if set(left) != set(right):
             problems.append(f"{what}: {kind} of {sorted(set(left) ^ set(right))[:3]}")
         for name in set(left) & set(right):
-            if not torch.allclose(left[name].float(), right[name].float(), atol=1e-5, rtol=1e-3, equal_nan=True):
+            if not torch.allclose(real(left[name]), real(right[name]), atol=1e-5, rtol=1e-3, equal_nan=True):
                 problems.append(f"{what}: {kind} {name}")
                 break
     return problems
@@ -116,11 +121,11 @@ def check_model(
         report.problems.append("parameter names differ")
     try:
         for what, values in (("same size", args), ("other size", other)):
-            report.problems += _compare(_measure(model, model, values), _measure(model, module, values), what)
+            report.problems += compare(measure(model, model, values), measure(model, module, values), what)
         model.eval()
         evaluation = record(model, args).module()
         for what, values in (("eval", args), ("eval, other size", other)):
-            report.problems += _compare(_measure(model, model, values), _measure(model, evaluation, values), what)
+            report.problems += compare(measure(model, model, values), measure(model, evaluation, values), what)
         model.train()
     except Exception as error:
         report.problems.append(f"{type(error).__name__}: {str(error)[:400]}")

@@ -14,18 +14,22 @@ import torch.nn.functional as F
 
 __all__ = ["ARCHITECTURES"]
 
-NAMES = """
-resnet18 resnetv2_50 resnext50_32x4d seresnet50 res2net50_26w_4s resnest14d ecaresnet26t skresnet18 densenet121 dla34
-vgg11_bn inception_v3 mobilenetv2_050 mobilenetv3_small_050 mobilenetv4_conv_small_035 efficientnet_b0
-efficientnetv2_rw_t tf_efficientnet_lite0 ghostnet_050 ghostnetv2_100 hrnet_w18_small regnetx_002 regnety_002 repvgg_a0
-rexnet_100 selecsls42b semnasnet_075 spnasnet_100 mnasnet_small fbnetc_100 hardcorenas_a tinynet_e lcnet_035
-cspresnet50 cspdarknet53 darknet53 dpn48b nfnet_l0 nf_resnet26 gernet_s botnet26t_256 convnext_atto convnextv2_atto
-mixer_s32_224 gmlp_ti16_224 resmlp_12_224 vit_tiny_patch16_224 deit_tiny_distilled_patch16_224 deit3_small_patch16_224
-eva02_tiny_patch14_224 cait_xxs24_224 xcit_nano_12_p16_224 pit_ti_224 twins_pcpvt_small swin_tiny_patch4_window7_224
-swinv2_tiny_window8_256 coat_tiny coatnet_nano_rw_224 crossvit_tiny_240 convit_tiny levit_128s volo_d1_224
-visformer_tiny poolformer_s12 pvt_v2_b0 mvitv2_tiny edgenext_xx_small efficientformer_l1 fastvit_t8 focalnet_tiny_srf
-hiera_tiny_224 mobileone_s0 mobilevit_xxs mobilevitv2_050 repvit_m0_9 vovnet39a
-""".split()
+NAMES = [
+    "resnet18", "resnetv2_50", "resnext50_32x4d", "seresnet50", "res2net50_26w_4s", "resnest14d",
+    "ecaresnet26t", "skresnet18", "densenet121", "dla34", "vgg11_bn", "inception_v3", "mobilenetv2_050",
+    "mobilenetv3_small_050", "mobilenetv4_conv_small_035", "efficientnet_b0", "efficientnetv2_rw_t",
+    "tf_efficientnet_lite0", "ghostnet_050", "ghostnetv2_100", "hrnet_w18_small", "regnetx_002", "regnety_002",
+    "repvgg_a0", "rexnet_100", "selecsls42b", "semnasnet_075", "spnasnet_100", "mnasnet_small", "fbnetc_100",
+    "hardcorenas_a", "tinynet_e", "lcnet_035", "cspresnet50", "cspdarknet53", "darknet53", "dpn48b", "nfnet_l0",
+    "nf_resnet26", "gernet_s", "botnet26t_256", "convnext_atto", "convnextv2_atto", "mixer_s32_224",
+    "gmlp_ti16_224", "resmlp_12_224", "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224",
+    "deit3_small_patch16_224", "eva02_tiny_patch14_224", "cait_xxs24_224", "xcit_nano_12_p16_224", "pit_ti_224",
+    "twins_pcpvt_small", "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "coat_tiny",
+    "coatnet_nano_rw_224", "crossvit_tiny_240", "convit_tiny", "levit_128s", "volo_d1_224", "visformer_tiny",
+    "poolformer_s12", "pvt_v2_b0", "mvitv2_tiny", "edgenext_xx_small", "efficientformer_l1", "fastvit_t8",
+    "focalnet_tiny_srf", "hiera_tiny_224", "mobileone_s0", "mobilevit_xxs", "mobilevitv2_050", "repvit_m0_9",
+    "vovnet39a",
+]  # fmt: skip
 
 
 class Classifier(nn.Module):

@@ -116,8 +116,7 @@ def _clip(config: str, model: str, **options: Any) -> Builder:
     def build() -> tuple[nn.Module, Example]:
         import transformers
 
-        words = {key: value for key, value in COMMON.items()}
-        settings = getattr(transformers, config)(text_config=words, vision_config=VISION, **options)
+        settings = getattr(transformers, config)(text_config=dict(COMMON), vision_config=VISION, **options)
         network = WithLoss(
             getattr(transformers, model)(settings),
             ("input_ids", "attention_mask", "pixel_values"),
