@@ -2,11 +2,14 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from pipepart.strategy.ema import WeightEMA
 from pipepart.strategy.pipeline_strategy import PipelineStrategy
 
-__all__ = ["PipelineStrategy"]
+__all__ = ["PipelineStrategy", "WeightEMA"]
 
 if PipelineStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(
-        PipelineStrategy.strategy_name, PipelineStrategy, description="Pipeline parallelism, everything chosen automatically"
+        PipelineStrategy.strategy_name,
+        PipelineStrategy,
+        description="Pipeline parallelism, everything chosen automatically",
     )

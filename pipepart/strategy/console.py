@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import statistics
+from collections.abc import Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-__all__ = ["tell"]
+from pipepart.planning import Plan
+from pipepart.planning.describe import format_seconds
+
+__all__ = ["measured_against_predicted", "tell"]
 
 _log = logging.getLogger("pipepart")
 if not _log.handlers:  # shown by default, as Lightning's own messages are; users change it like any logger
@@ -18,3 +23,16 @@ if not _log.handlers:  # shown by default, as Lightning's own messages are; user
 @rank_zero_only
 def tell(text: str) -> None:
     _log.info(text)
+
+
+def measured_against_predicted(plan: Plan, step_times: Sequence[float]) -> str:
+    """One line after a fit: what a step took, and what the plan had said."""
+    if not step_times:
+        return "pipepart: no training step was run, so there is nothing to hold the prediction against"
+    warm = step_times[3:] or step_times  # the first ones announce shapes and fill caches
+    measured = statistics.median(warm)
+    error = (plan.step_time - measured) / measured
+    return (
+        f"pipepart: measured {format_seconds(measured)} a step (median of {len(warm)}, optimizer not included), "
+        f"predicted {format_seconds(plan.step_time)} ({error:+.0%})"
+    )

@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import _distributed_is_initialized, _init_dist_connection, _sync_ddp_if_available
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from pipepart.capture import Recording, record_step
 from pipepart.errors import PlanError
 from pipepart.planning import Plan, check_request
-from pipepart.runtime import Groups, Mesh, Options, StageRuntime, agree_on_plan, example_microbatch, fit_mesh
-from pipepart.runtime.device import backend_for, limit_threads
+from pipepart.runtime import Groups, Options, StageRuntime, agree_on_plan, example_microbatch
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.program import StepResult
-from pipepart.strategy.console import tell
+from pipepart.strategy import sharded as shards
+from pipepart.strategy.checkpoint_io import CheckpointError, SafeCheckpointIO, verify
+from pipepart.strategy.console import measured_against_predicted, tell
+from pipepart.strategy.effects import Effects, watched
 from pipepart.strategy.example import first_batch, open_loader
-from pipepart.strategy.optimizers import full_optimizer_state, load_full_optimizer_state
-from pipepart.strategy.refusals import check_module, check_optimizers
+from pipepart.strategy.mesh_strategy import MeshStrategy
+from pipepart.strategy.metrics import connect_metrics
+from pipepart.strategy.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
+from pipepart.strategy.refusals import check_module, check_optimizers, check_trainer
+from pipepart.strategy.replay import replay
+from pipepart.strategy.scaler import connect_scaler, loss_scale_of
+from pipepart.strategy.signals import Signals
 
 __all__ = ["PipelineStrategy"]
 
@@ -43,9 +45,11 @@ _EVALUATION = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
+_cut: weakref.WeakKeyDictionary[LightningModule, StageRuntime] = weakref.WeakKeyDictionary()
+"""Modules of which this process holds a part only, and the runtime that can make them whole."""
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(MeshStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -53,7 +57,8 @@ class PipelineStrategy(ParallelStrategy):
     ```
 
     The whole `training_step` is recorded on the first batch, cut into stages by measured cost, and run on micro-batches.
-    `plan` takes a plan that was saved. `example_batch` is for data that can be read only once.
+    `plan` takes a plan that was saved. `example_batch` is for data that can be read only once. With `sharded=True` each
+    stage writes its own part of a checkpoint; by default it is one plain file that Lightning loads without pipepart.
     """
 
     strategy_name: ClassVar[str] = "pipepart"
@@ -70,6 +75,7 @@ class PipelineStrategy(ParallelStrategy):
         split_at: Sequence[str] | None = None,
         plan: Plan | str | None = None,
         example_batch: Any = None,
+        sharded: bool = False,
         timeout: float = 300.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -77,29 +83,22 @@ class PipelineStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         check_request(schedule, microbatches, stages)
         loaded = Plan.load(plan) if isinstance(plan, str) else plan
-        self._options = Options(
+        options = Options(
             loaded.stages if loaded else stages, loaded.replicas if loaded else replicas, microbatches, schedule, chunks,
             slack, keep_together, split_at, loaded, timeout,
-        )
+        )  # fmt: skip
+        super().__init__(options, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.sharded = sharded
         self._example_batch = example_batch
-        self._num_nodes = 1
-        self._mesh: Mesh | None = None
-        self._groups: Groups | None = None
         self._runtime: StageRuntime | None = None
+        self._effects: dict[str, Effects] = {}
+        self._trainable: tuple[bool, ...] = ()
+        self._signals: Signals | None = None
+        self._undo_metrics: Callable[[], None] = lambda: None
         self.step_times: list[float] = []
         """Seconds of each training step on this rank, without the optimizer."""
-
-    # ---- who is where
-
-    @property
-    def mesh(self) -> Mesh:
-        if self._mesh is None:
-            devices = self.num_nodes * self.num_processes
-            self._mesh = fit_mesh(devices, self._options.stages, self._options.replicas)
-        return self._mesh
 
     @property
     def runtime(self) -> StageRuntime:
@@ -111,80 +110,46 @@ class PipelineStrategy(ParallelStrategy):
     def plan(self) -> Plan:
         return self.runtime.plan
 
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 1
-
-    @property
-    def is_distributed(self) -> bool:
-        """For Lightning: whether data is divided among ranks. The stages of one replica work on the same data."""
-        return self.mesh.replicas > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.mesh.replicas, "rank": self.mesh.replica_of(self.global_rank)}
-
-    def set_world_ranks(self) -> None:
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        _ = self.mesh  # devices that do not fit the stages are an error here, before any process is started
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
     # ---- setting up
 
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        limit_threads(self.num_processes)
-        timeout = timedelta(seconds=self._options.timeout)
-        _init_dist_connection(self.cluster_environment, backend_for(self.root_device), timeout=timeout)
-        if self._groups is None and self.mesh.world_size > 1:
-            self._groups = Groups.create(self.mesh, timeout)
-
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
+        check_trainer(trainer)
         if fitting:
-            check_module(module, trainer)
+            check_module(module)
         self._release_other_model(module, fitting)
         if self._runtime is None:
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
-            self._build(trainer, module, "training_step" if fitting else _EVALUATION[trainer.state.fn])
+            self._build(trainer, module, "training_step" if fitting else _EVALUATION[TrainerFn(trainer.state.fn)])
+        self._signals = Signals(trainer, self._groups, self.root_device)
         if fitting:
+            self.step_times = []
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
+        connect_scaler(self.precision_plugin, self._groups, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     def _release_other_model(self, module: LightningModule, fitting: bool) -> None:
         """A runtime of another model, or one that was planned for evaluation alone, gives way to a new one."""
         runtime = self._runtime
-        if runtime is None or (runtime.root is module and (runtime.has("training_step") or not fitting)):
-            return
-        runtime.make_whole()
-        self._runtime = None
+        if runtime is not None and not (runtime.root is module and (runtime.has("training_step") or not fitting)):
+            self.make_whole()
+        elif runtime is None and module in _cut:  # left by another trainer
+            _cut.pop(module).make_whole()
+
+    def make_whole(self) -> None:
+        """All parameters on every rank again, as after a run on one device. All ranks must call it together."""
+        self._undo_metrics()
+        runtime, self._runtime, self._effects = self._runtime, None, {}
+        if runtime is not None:
+            _cut.pop(runtime.root, None)  # type: ignore[call-overload]
+            runtime.make_whole()
 
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
         """Record the step on the first batch, agree on a plan, keep this rank's stage."""
@@ -192,17 +157,22 @@ class PipelineStrategy(ParallelStrategy):
             _same_weights_everywhere(module, self._groups)
             example = self._shared_example(trainer)
         microbatch, count = example_microbatch(example, self._options, self.mesh)
-        module.train(step == "training_step")
-        recording = self._record(module, step, microbatch)
+        modes = {part: part.training for part in module.modules()}
+        if step != "training_step":
+            module.eval()
+        recording = self._record(module, step, step, microbatch)
         leaves = recording.flatten((microbatch,), {})
         plan, graph = agree_on_plan(
             recording, leaves, self._options, self.mesh, count, self._groups,
             self.precision_plugin.forward_context, str(trainer.precision),
-        )
-        self._runtime = StageRuntime(
-            module, plan, graph, recording, self._groups, self.root_device, self._options.timeout, step
-        )
-        module.train()
+        )  # fmt: skip
+        for part, mode in modes.items():
+            part.training = mode
+        timeout = self._options.timeout
+        self._runtime = StageRuntime(module, plan, graph, recording, self._groups, self.root_device, timeout, step)
+        self._undo_metrics = connect_metrics(module, self._runtime)
+        if self._groups is not None:
+            _cut[module] = self._runtime
         tell(f"pipepart: {type(module).__name__}.{step}\n{plan.describe()}\n")
 
     def _shared_example(self, trainer: Trainer) -> Any:
@@ -216,31 +186,42 @@ class PipelineStrategy(ParallelStrategy):
             dist.broadcast_object_list(box, 0)
         return self.batch_to_device(box[0]) if self._example_batch is not None or self.global_rank else box[0]
 
-    def _record(self, module: LightningModule, step: str, batch: Any, dataloader_idx: int | None = None) -> Recording:
-        with self.precision_plugin.forward_context(), torch.set_grad_enabled(step == "training_step"):
-            return record_step(module, step, batch, dataloader_idx=dataloader_idx)
-
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
+    def _record(
+        self, module: LightningModule, name: str, step: str, batch: Any, loader: int | None = None
+    ) -> Recording:
+        training = step == "training_step"
+        with self.precision_plugin.forward_context(), torch.set_grad_enabled(training), watched(module, step) as finish:
+            recording = record_step(module, step, batch, dataloader_idx=loader)
+        self._effects[name] = finish(recording)
+        if training:
+            self._trainable = tuple(p.requires_grad for p in module.parameters())
+        return recording
 
     # ---- steps
 
     def training_step(self, batch: Any, batch_idx: int = 0, *args: Any) -> Any:
         """All micro-batches, forward and backward; the new gradients wait until `backward` is called."""
         module, trainer = self._module_and_trainer()
+        if tuple(p.requires_grad for p in module.parameters()) != self._trainable:
+            self._add(
+                "training_step", "training_step", batch, None
+            )  # a part was frozen or thawed (fine-tuning callbacks)
         started = time.perf_counter()
+        effects = self._effects["training_step"]
         result = self.runtime.train(
             self._leaves("training_step", batch, batch_idx, None),
-            loss_scale=1.0 / trainer.accumulate_grad_batches,
+            loss_scale=loss_scale_of(self.precision_plugin, self.root_device) / trainer.accumulate_grad_batches,
             trace=len(self.step_times) in (3, 10),
+            outputs_everywhere=True,
+            separate=effects.separate,
             context=self.precision_plugin.forward_context,
         )
         self.step_times.append(time.perf_counter() - started)
-        self._replay_logs("training_step", result)
-        return self.runtime.recording("training_step").unflatten(result.outputs)
+        return replay(effects, result, self.runtime.recording("training_step"), module, self.runtime)
 
-    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """The backward has run in the schedule: hand its gradients over where Lightning expects them to appear."""
         module, _ = self._module_and_trainer()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -257,17 +238,23 @@ class PipelineStrategy(ParallelStrategy):
         return self._evaluate("predict_step", *args)
 
     def _evaluate(self, step: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
+        module, _ = self._module_and_trainer()
         name = step if dataloader_idx is None else f"{step}:{dataloader_idx}"
         if not self.runtime.has(name):
-            self._add_evaluation(name, step, batch, dataloader_idx)
+            self._add(name, step, batch, dataloader_idx)
         result = self.runtime.evaluate(
-            name, self._leaves(name, batch, batch_idx, dataloader_idx), context=self.precision_plugin.forward_context
+            name,
+            self._leaves(name, batch, batch_idx, dataloader_idx),
+            separate=self._effects[name].separate,
+            context=self.precision_plugin.forward_context,
         )
-        self._replay_logs(name, result)
-        return self.runtime.recording(name).unflatten(result.outputs)
+        answer = replay(self._effects[name], result, self.runtime.recording(name), module, self.runtime)
+        if self._signals is not None:
+            self._signals.agree()
+        return answer
 
-    def _add_evaluation(self, name: str, step: str, batch: Any, dataloader_idx: int | None) -> None:
-        """Record an evaluation step the first time it runs, on the batch of the first stage of replica 0."""
+    def _add(self, name: str, step: str, batch: Any, dataloader_idx: int | None) -> None:
+        """Record a step when it is first needed, on the batch of the first stage of replica 0."""
         module, _ = self._module_and_trainer()
         with guarded(self._groups):
             box = [batch]
@@ -275,7 +262,8 @@ class PipelineStrategy(ParallelStrategy):
                 dist.broadcast_object_list(box, 0)
         leaves, tree = pytree.tree_flatten(self.batch_to_device(box[0]) if self.global_rank else box[0])
         with self.runtime.gathered():
-            self.runtime.add(name, self._record(module, step, pytree.tree_unflatten(leaves, tree), dataloader_idx))
+            recording = self._record(module, name, step, pytree.tree_unflatten(leaves, tree), dataloader_idx)
+            self.runtime.add(name, recording)
 
     def _leaves(self, name: str, batch: Any, batch_idx: int, dataloader_idx: int | None) -> list[Any] | None:
         if not self.runtime.is_first:
@@ -292,14 +280,6 @@ class PipelineStrategy(ParallelStrategy):
         with guarded(self._groups):
             return recording.flatten((batch,), {key: value for key, value in known.items() if key in wanted})
 
-    def _replay_logs(self, name: str, result: StepResult) -> None:
-        """What the step logged, as means over the micro-batches, logged on every rank: monitors see the same everywhere."""
-        module, _ = self._module_and_trainer()
-        for call in self.runtime.recording(name).logs:
-            value = call.constant if call.output is None else result.outputs[call.output]
-            options: dict[str, Any] = {"batch_size": result.sizes.batch_size, **call.options}
-            module.log(call.name, value, **options)
-
     def _module_and_trainer(self) -> tuple[LightningModule, Trainer]:
         assert self.lightning_module is not None
         return self.lightning_module, self.lightning_module.trainer
@@ -307,59 +287,97 @@ class PipelineStrategy(ParallelStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.runtime.clip_grad_norm(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
-    # ---- collectives
+    def on_train_end(self) -> None:
+        tell(measured_against_predicted(self.plan, self.step_times))
 
-    def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
-            with guarded(self._groups):
-                dist.barrier()
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and self._signals is not None and self._runtime is not None:
+            self._signals.save()
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        box = [obj]
-        with guarded(self._groups):
-            dist.broadcast_object_list(box, src)
-        return box[0]
+    # ---- checkpoints: one plain file, as one device would write it, or a directory of shards
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over the replicas: the stages of one replica have the same values."""
-        if not isinstance(tensor, torch.Tensor) or self._groups is None or self._groups.copies is None:
-            return tensor
-        return _sync_ddp_if_available(tensor, group or self._groups.copies, reduce_op=reduce_op)
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = SafeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = SafeCheckpointIO()
+        return self._checkpoint_io
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all ranks: stages may see different things (time, signals)."""
-        if not _distributed_is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        with guarded(self._groups):
-            dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
-    # ---- checkpoints: one plain file, as one device would write it
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.runtime.full_state_dict()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.runtime.load_full_state_dict(dict(checkpoint["state_dict"]), strict)
+        return self.runtime.own_state_dict() if self.sharded else self.runtime.full_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return full_optimizer_state(plain, self.runtime)
+        return own_optimizer_state(plain) if self.sharded else full_optimizer_state(plain, self.runtime)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """If one rank cannot write, all raise."""
+
+        def write() -> None:
+            if self.sharded:
+                shards.save(checkpoint, filepath, self.runtime)
+            elif self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+        self._together(write)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Rank 0 checks that the files are what was written; every rank reads what it needs of them."""
+        sharded = shards.is_sharded(checkpoint_path)
+
+        def check() -> None:
+            if self.is_global_zero:
+                (shards.verify_shards if sharded else verify)(checkpoint_path)
+
+        self._together(check)
+        if sharded:
+            return shards.load_rest(checkpoint_path, weights_only)
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Do something that may fail on one rank: then it fails on all, with the same words."""
+        failure: Exception | None = None
+        try:
+            action()
+        except Exception as error:
+            failure = error
+        failures: list[Any] = [str(failure) if failure is not None else None]
+        if self._groups is not None:
+            failures = [None] * self.mesh.world_size
+            with guarded(self._groups):
+                dist.all_gather_object(failures, str(failure) if failure is not None else None)
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(failures):
+            if text is not None:
+                raise CheckpointError(f"rank {rank} failed: {text}")
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if "pipepart_shards" in checkpoint:
+            shards.load_model(dict(checkpoint), self.runtime, strict)
+        else:
+            self.runtime.load_full_state_dict(dict(checkpoint["state_dict"]), strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
-            load_full_optimizer_state(optimizer, state)
+        for number, optimizer in enumerate(self.optimizers):
+            if "pipepart_shards" in checkpoint:
+                shards.load_optimizer(dict(checkpoint), number, optimizer)
+            else:
+                load_full_optimizer_state(optimizer, checkpoint["optimizer_states"][number])
 
     def teardown(self) -> None:
         """Not the base class's: that one moves the module to the CPU, which parameters of other stages cannot."""
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

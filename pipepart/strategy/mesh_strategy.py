@@ -1,0 +1,156 @@
+"""The part of the strategy that knows who is where: ranks as replicas x stages, and the collectives of Lightning on them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _distributed_is_initialized,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from pipepart.runtime import Groups, Mesh, Options, fit_mesh
+from pipepart.runtime.device import backend_for, limit_threads
+from pipepart.runtime.failure import guarded
+from pipepart.strategy.loaders import ends_together, needs_agreement
+
+__all__ = ["MeshStrategy"]
+
+
+class MeshStrategy(ParallelStrategy):
+    """Ranks as a table of replicas x stages. What Lightning spreads over ranks is spread over replicas."""
+
+    def __init__(
+        self,
+        options: Options,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._options = options
+        self._num_nodes = 1
+        self._layer_sync: Any = None  # set by the trainer for sync_batchnorm=True, which is refused
+        self._mesh: Mesh | None = None
+        self._groups: Groups | None = None
+
+    # ---- who is where
+
+    @property
+    def mesh(self) -> Mesh:
+        if self._mesh is None:
+            devices = self.num_nodes * self.num_processes
+            self._mesh = fit_mesh(devices, self._options.stages, self._options.replicas)
+        return self._mesh
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """For Lightning: whether data is divided among ranks. The stages of one replica work on the same data."""
+        return self.mesh.replicas > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.replicas, "rank": self.mesh.replica_of(self.global_rank)}
+
+    def set_world_ranks(self) -> None:
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        _ = self.mesh  # devices that do not fit the stages are an error here, before any process is started
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        limit_threads(self.num_processes)
+        timeout = timedelta(seconds=self._options.timeout)
+        _init_dist_connection(self.cluster_environment, backend_for(self.root_device), timeout=timeout)
+        if self._groups is None and self.mesh.world_size > 1:
+            self._groups = Groups.create(self.mesh, timeout)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # ---- collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            with guarded(self._groups):
+                dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        box = [obj]
+        with guarded(self._groups):
+            dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over the replicas: the stages of one replica have the same values."""
+        if not isinstance(tensor, torch.Tensor) or self._groups is None or self._groups.copies is None:
+            return tensor
+        with guarded(self._groups):
+            return _sync_ddp_if_available(tensor, group or self._groups.copies, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """One entry for each replica: the stages of one replica have the same values."""
+        if group is None and (self._groups is None or self._groups.copies is None):
+            return tensor.unsqueeze(0) if self._groups is not None else tensor
+        with guarded(self._groups):
+            chosen = group if group is not None or self._groups is None else self._groups.copies
+            return _all_gather_ddp_if_available(tensor, group=chosen, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks: stages may see different things (time, signals)."""
+        if not _distributed_is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        with guarded(self._groups):
+            dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Streams end on all ranks together: when the first stage of a replica has no more."""
+        if self._groups is None or not needs_agreement(dataloader):
+            return dataloader
+        reads = self._groups.stage == 0
+        return ends_together(dataloader, reads, lambda more: self.reduce_boolean_decision(more, all=True))
