@@ -34,6 +34,10 @@ class ChunkPlan:
     forward: float
     backward_input: float
     backward_weight: float
+    received_bytes: int = 0
+    """What arrives from earlier chunks for one micro-batch: all that a chunk that recomputes keeps of it."""
+    reduce: float = 0.0
+    """Seconds of summing its gradients over the replicas, once per step."""
 
     @property
     def backward(self) -> float:
@@ -82,6 +86,8 @@ class Plan:
     """How the partition was found."""
     baselines: tuple[tuple[str, float], ...] = ()
     """Simulated step time of simpler partitions under the same schedule, by name."""
+    recompute: tuple[bool, ...] = ()
+    """Per chunk: keep only its inputs, and run its forward again before its backward. Empty: no chunk does."""
     version: int = VERSION
 
     @property
@@ -127,10 +133,20 @@ class Plan:
             forward=tuple(chunk.forward for chunk in self.chunks),
             backward_input=tuple(chunk.backward_input for chunk in self.chunks),
             backward_weight=tuple(chunk.backward_weight for chunk in self.chunks),
-            activation=tuple(float(chunk.saved_bytes) for chunk in self.chunks),
+            recompute=tuple(chunk.forward if again else 0.0 for chunk, again in zip(self.chunks, self.recomputes)),
+            activation=tuple(
+                float(chunk.received_bytes if again else chunk.saved_bytes)
+                for chunk, again in zip(self.chunks, self.recomputes)
+            ),
             send_forward={(t.source, t.target): t.forward_seconds for t in self.traffic},
             send_backward={(t.source, t.target): t.backward_seconds for t in self.traffic if t.backward_bytes},
+            reduce=tuple(chunk.reduce for chunk in self.chunks),
         )
+
+    @property
+    def recomputes(self) -> tuple[bool, ...]:
+        """`recompute`, with an entry for every chunk also where no chunk does it."""
+        return self.recompute or (False,) * len(self.chunks)
 
     @cached_property
     def edges(self) -> Edges:
