@@ -1,63 +1,20 @@
-"""A character-level GPT: data, model and training step in one file.
+"""A small GPT over bytes, with one matrix that reads and writes them.
 
     pipepart train recipe=gpt
-    pipepart train recipe=gpt data.text=my_book.txt model.depth=12 strategy.stages=4
+    pipepart train recipe=gpt data.path=my_book.txt model.depth=12 strategy.stages=4
+    pipepart train recipe=gpt model=gpt_124m data=tokens data.path=train.bin data.context=1024 trainer=gpu devices=8
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
-from recipes.text import story
+from recipes.optimizers import Make, decayed, optimized
 
-__all__ = ["GPT", "Characters", "GPTModule"]
-
-
-class Characters(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of a text as (characters, next characters)."""
-
-    def __init__(self, codes: torch.Tensor, context: int) -> None:
-        self.codes, self.context = codes, context
-
-    def __len__(self) -> int:
-        return (len(self.codes) - 1) // self.context
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start = index * self.context
-        window = self.codes[start : start + self.context + 1]
-        return window[:-1], window[1:]
-
-
-class CharacterData(L.LightningDataModule):
-    """A text file of yours, or a made-up story of `characters` characters; the last tenth is for validation."""
-
-    def __init__(self, context: int = 64, batch_size: int = 32, text: str | None = None, characters: int = 300_000) -> None:
-        super().__init__()
-        self.context, self.batch_size = context, batch_size
-        content = story(characters) if text is None else Path(text).read_text(encoding="utf-8")
-        self.alphabet = sorted(set(content))
-        codes = {character: code for code, character in enumerate(self.alphabet)}
-        self.codes = torch.tensor([codes[character] for character in content])
-        if len(self.codes) < 20 * context:
-            raise ValueError(f"the text has {len(self.codes)} characters; with context={context} it needs {20 * context}")
-
-    @property
-    def vocabulary(self) -> int:
-        return len(self.alphabet)
-
-    def train_dataloader(self) -> DataLoader:
-        codes = self.codes[: len(self.codes) * 9 // 10]
-        return DataLoader(Characters(codes, self.context), self.batch_size, shuffle=True, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader:
-        codes = self.codes[len(self.codes) * 9 // 10 :]
-        return DataLoader(Characters(codes, self.context), self.batch_size)
+__all__ = ["GPT", "GPTModule"]
 
 
 class Block(nn.Module):
@@ -70,12 +27,15 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, time, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).split(width, dim=2)
+        q, k, v = self.qkv(x).split(width, dim=2)
         q, k, v = (z.view(batch, time, self.heads, width // self.heads).transpose(1, 2) for z in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
@@ -106,9 +66,19 @@ class GPT(nn.Module):
 class GPTModule(L.LightningModule):
     """Nothing here knows of pipelines."""
 
-    def __init__(self, model: GPT, learning_rate: float = 1e-3, weight_decay: float = 0.1) -> None:
+    def __init__(
+        self,
+        optimizer: Make,
+        scheduler: Make | None = None,
+        vocabulary: int = 256,
+        context: int = 64,
+        width: int = 128,
+        depth: int = 6,
+        heads: int = 4,
+    ) -> None:
         super().__init__()
-        self.model, self.learning_rate, self.weight_decay = model, learning_rate, weight_decay
+        self.model = GPT(vocabulary, context, width, depth, heads)
+        self.optimizer, self.scheduler = optimizer, scheduler
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         x, y = batch
@@ -123,14 +93,4 @@ class GPTModule(L.LightningModule):
         self.log("val/loss", self.step(batch), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        matrices = [p for p in self.parameters() if p.dim() >= 2]
-        vectors = [p for p in self.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
-
-
-def build(model: dict, data: dict, optimizer: dict) -> tuple[GPTModule, CharacterData]:
-    """The module and the data of this recipe from its configuration."""
-    characters = CharacterData(**data)
-    network = GPT(characters.vocabulary, characters.context, **model)
-    return GPTModule(network, **optimizer), characters
+        return optimized(decayed(self), self.optimizer, self.scheduler)

@@ -2,67 +2,119 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
+import inspect
+import json
+import os
 import statistics
-import warnings
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from omegaconf import DictConfig, OmegaConf
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
+from pipepart.cli.console import quiet_libraries, stand_out
+from pipepart.cli.secrets import redacted
+from pipepart.cli.targets import build, locate
+from pipepart.errors import ConfigError
 from pipepart.planning import format_seconds
 from pipepart.report import save_timeline, write_report
 from pipepart.strategy import PipelineStrategy
 
-__all__ = ["fit"]
+__all__ = ["build_recipe", "fit"]
 
 
-def fit(config: DictConfig, folder: Path) -> None:
+def build_recipe(config: dict[str, Any]) -> tuple[L.LightningModule, L.LightningDataModule]:
+    """The module and the data that a (checked) configuration describes."""
+    allow = config.get("allow") or ()
+    if allow and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # packages of the user beside where the command was given
+    data = build(config["data"], allow, "data")
+    takes = inspect.signature(locate(config["model"]["_target_"], allow)).parameters
+    more: dict[str, Any] = {}
+    for section in ("optimizer", "scheduler"):
+        if config.get(section) is None:
+            continue
+        if section not in takes:
+            raise ConfigError(
+                f"{section}: {config['model']['_target_']} takes no {section!r}; it chooses its own. Say {section}=null"
+            )
+        more[section] = build({**config[section], "_partial_": True}, allow, section)
+    return build(config["model"], allow, "model", **more), data
+
+
+def fit(config: dict[str, Any], folder: Path) -> None:
     """Build the recipe, train it, and write plan, trace and report (rank 0)."""
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    L.seed_everything(int(config.seed), workers=True, verbose=False)
-    plain: Any = OmegaConf.to_container(config)
-    module, data = importlib.import_module(config.recipe).build(plain["model"], plain["data"], plain["optimizer"])
-    strategy = PipelineStrategy(**plain["strategy"])
-    checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, save_top_k=0)
+    quiet_libraries()
+    stand_out()
+    L.seed_everything(int(config["seed"]), workers=True, verbose=False)
+    module, data = build_recipe(config)
+    allow = config.get("allow") or ()
+    strategy = PipelineStrategy(**config["strategy"])
     trainer = L.Trainer(
-        **plain["trainer"],
-        devices=int(config.devices),
+        **config["trainer"],
+        devices=int(config["devices"]),
+        num_nodes=int(config["launcher"]["nodes"]),
         strategy=strategy,
         default_root_dir=folder,
-        logger=_loggers(plain, folder),
-        callbacks=[checkpoints, TQDMProgressBar(refresh_rate=10)],
+        logger=_loggers(config),
+        callbacks=[build(node, allow, f"callbacks.{name}") for name, node in config["callbacks"].items() if node],
+        plugins=[TorchElasticEnvironment()],
+        **_without_callbacks(config),
     )
-    trainer.fit(module, data)
+    trainer.fit(module, datamodule=data, ckpt_path=config["resume"], weights_only=True)
     if trainer.is_global_zero:
-        _write_results(strategy, folder, str(config.recipe))
+        _write_results(trainer, strategy, folder, config)
 
 
-def _loggers(config: dict[str, Any], folder: Path) -> list[Logger]:
-    options = dict(config["logger"])
-    kind = options.pop("name")
-    loggers: list[Logger] = [] if kind == "none" else [CSVLogger(folder, name="", version="metrics")]
-    if kind == "wandb":
-        found = WandbLogger(save_dir=str(folder), config={**config, "output": folder.name}, **options)
-        loggers.append(found)
-    return loggers
+def _without_callbacks(config: dict[str, Any]) -> dict[str, Any]:
+    """Lightning adds a checkpoint and a bar by itself where there are none; here the configuration decides."""
+    kinds = {str((node or {}).get("_target_", "")).rsplit(".", 1)[-1] for node in config["callbacks"].values()}
+    off: dict[str, Any] = {}
+    if not any("Checkpoint" in kind for kind in kinds):
+        off["enable_checkpointing"] = False
+    if not any("Progress" in kind for kind in kinds):
+        off["enable_progress_bar"] = False
+    return {key: value for key, value in off.items() if config["trainer"].get(key) is None}
 
 
-def _write_results(strategy: PipelineStrategy, folder: Path, title: str) -> None:
+def _loggers(config: dict[str, Any]) -> list[Logger]:
+    allow = config.get("allow") or ()
+    made: list[Logger] = []
+    for name, node in config["logger"].items():
+        if not node:
+            continue
+        made.append(build(node, allow, f"logger.{name}"))
+        if isinstance(made[-1], WandbLogger):
+            made[-1].log_hyperparams(redacted(config))
+    return made
+
+
+def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path, config: dict[str, Any]) -> None:
     plan, timeline = strategy.plan, strategy.runtime.timeline
-    steps = strategy.step_times[2:] or strategy.step_times
-    measured = statistics.median(steps)
     plan.save(folder / "plan.json")
+    result: dict[str, Any] = {
+        "steps": trainer.global_step,
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "replicas": plan.replicas,
+        "stages": plan.stages,
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "predicted_step": plan.step_time,
+    }
+    measured = None
+    if strategy.step_times:
+        steps = strategy.step_times[2:] or strategy.step_times
+        measured = statistics.median(steps)
+        result["measured_step"] = measured
+        result["samples_per_second"] = plan.batch_size * plan.replicas / measured
+        print(
+            f"\nmeasured   step {format_seconds(measured)} (median of {len(steps)}), "
+            f"predicted {format_seconds(plan.step_time)}: {plan.step_time / measured - 1:+.1%}",
+            flush=True,
+        )
     if timeline is not None:
         save_timeline(folder / "trace.json", timeline)
-    write_report(folder / "report.html", plan, measured=timeline, measured_step=measured, title=title)
-    error = plan.step_time / measured - 1
-    print(
-        f"\nmeasured   step {format_seconds(measured)} (median of {len(steps)}), predicted {format_seconds(plan.step_time)}: "
-        f"{error:+.1%}"
-    )
+    write_report(folder / "report.html", plan, measured=timeline, measured_step=measured, title=str(config["name"]))
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -4,47 +4,191 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from pipepart.errors import PipepartError
+from pipepart.errors import PipepartError, did_you_mean
 
 __all__ = ["main"]
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pipepart", description="Pipeline-parallel training for any PyTorch model.", allow_abbrev=False
-    )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    train = commands.add_parser(
-        "train",
-        help="train a recipe on a pipeline of processes on this machine",
-        description="Train a recipe. Overrides are Hydra's: pipepart train strategy.stages=4 devices=4 trainer.max_steps=50",
-    )
-    train.add_argument("overrides", nargs="*", help="key=value, group=option, +new.key=value")
-    train.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
-    view = commands.add_parser("view", help="make the HTML page of a plan, a trace or a run folder")
-    view.add_argument("source", help="plan.json, trace.json, or the output folder of a run")
-    view.add_argument("-o", "--output", default=None, help="where to write the page (default: beside the source)")
-    return parser
+_COMMANDS = {
+    "train": "train a recipe on a pipeline of processes",
+    "plan": "plan a recipe, or any module, for this machine or a cluster that need not exist; starts nothing",
+    "view": "make the HTML page of a plan, a trace or a run folder",
+    "bench": "time a recipe at several shapes and schedules, side by side",
+    "recipes": "list the recipes",
+    "doctor": "check the installation, devices, backends, ports and shared memory, and say what to do",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; errors that a user can mend are one clear message and exit code 2."""
-    arguments = _parser().parse_args(argv)
-    try:
-        if arguments.command == "train":
-            from pipepart.cli.train import train
+    """Run a command; errors that a user can mend are one clear message, with exit code 2 (wrong request) or 1 (failed)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        from pipepart import __version__
 
-            return train(arguments.overrides, show_only=arguments.cfg)
-        from pipepart.report import view
-
-        print(view(arguments.source, arguments.output))
+        print(f"pipepart {__version__}")
         return 0
-    except PipepartError as error:
-        print(f"pipepart {arguments.command}: {error}", file=sys.stderr)
+    command, rest = words[0], words[1:]
+    if command not in _COMMANDS:
+        print(f"pipepart: there is no command {command!r}; {did_you_mean(command, _COMMANDS)}", file=sys.stderr)
         return 2
+    try:
+        return _RUN[command](rest)
+    except PipepartError as error:
+        from pipepart.errors import PipelineError
 
+        print(f"pipepart {command}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, PipelineError) else 2
+    except KeyboardInterrupt:
+        print(f"pipepart {command}: stopped", file=sys.stderr)
+        return 130
+
+
+def _overview() -> str:
+    lines = [f"  {name:<8}  {text}" for name, text in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "pipepart: pipeline-parallel training for any PyTorch model.",
+            "",
+            "usage: pipepart COMMAND [overrides] [options]",
+            "",
+            *lines,
+            "",
+            "  pipepart train                                          the default recipe on two processes",
+            "  pipepart train recipe=unet strategy.stages=4 trainer.max_steps=100",
+            "  pipepart train -m strategy.schedule=gpipe,1f1b          a sweep",
+            "  pipepart COMMAND --help                                 what a command takes",
+        ]
+    )
+
+
+def _parser(command: str, examples: str = "", lazily: Callable[[], str] | None = None) -> argparse.ArgumentParser:
+    class Help(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+            print(parser.format_help() + (lazily() if lazily is not None else ""))
+            parser.exit()
+
+    parser = argparse.ArgumentParser(
+        prog=f"pipepart {command}",
+        description=_COMMANDS[command].capitalize() + "." + (f"\n\n{examples}" if examples else ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", nargs=0, action=Help, help="show this and stop")
+    return parser
+
+
+def _configured(command: str, examples: str) -> argparse.ArgumentParser:
+    def more() -> str:
+        from pipepart.cli.listing import group_help
+
+        return f"\ngroups and their options (group=option; pipepart recipes says more):\n{group_help()}"
+
+    parser = _parser(command, examples, more)
+    parser.add_argument("overrides", nargs="*", help="key=value, group=option, +new.key=value, ~key (as in Hydra)")
+    parser.add_argument("--cfg", choices=["job"], help="print the resolved configuration and stop")
+    parser.add_argument("--config-dir", type=Path, help="a folder with recipes and other options of yours, laid out as conf/")
+    return parser
+
+
+def _train(words: list[str]) -> int:
+    parser = _configured(
+        "train",
+        "  pipepart train recipe=gpt data.path=my_book.txt\n"
+        "  pipepart train recipe=unet strategy.stages=4 trainer.max_steps=100\n"
+        "  pipepart train strategy=hybrid                      two pipelines of two stages\n"
+        "  pipepart train -m strategy.schedule=gpipe,1f1b      a sweep, with a table at the end\n"
+        "  pipepart train resume=outputs/latest/checkpoints/last.ckpt strategy.stages=4\n"
+        "  torchrun --nproc-per-node 2 -m pipepart.cli.main train recipe=mlp\n"
+        "  pipepart train launcher=nodes launcher.nodes=2 launcher.address=HOST:29400 devices=8   (on both machines)\n"
+        "  pipepart train -m launcher=slurm devices=8 hydra.launcher.partition=gpu",
+    )
+    parser.add_argument("-m", "--multirun", action="store_true", help="a run for every combination of key=a,b,c")
+    given = parser.parse_intermixed_args(words)
+    if given.cfg:
+        from pipepart.cli.train import show_config
+
+        return show_config(given.overrides, given.config_dir)
+    from pipepart.cli.sweep import is_sweep, sweep
+
+    if given.multirun or is_sweep(given.overrides, given.config_dir):
+        return sweep(given.overrides, given.config_dir)
+    from pipepart.cli.train import train
+
+    return train(given.overrides, given.config_dir)
+
+
+def _plan(words: list[str]) -> int:
+    parser = _configured(
+        "plan",
+        "  pipepart plan recipe=gpt strategy.stages=4\n"
+        "  pipepart plan recipe=gpt cluster=h100 devices=8 -o plan.json\n"
+        "  pipepart plan my_package.models:make_model cluster=a100_80 devices=4\n\n"
+        "module:callable names a function without arguments that returns (module, example arguments).",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("-o", "--output", type=Path, help="write the plan to this file")
+    given = parser.parse_intermixed_args(words)
+    if given.cfg:
+        from pipepart.cli.train import show_config
+
+        return show_config(given.overrides, given.config_dir, "plan")
+    from pipepart.cli.plan import plan
+
+    return plan(given.overrides, given.config_dir, given.json, given.output)
+
+
+def _view(words: list[str]) -> int:
+    parser = _parser("view")
+    parser.add_argument("source", help="plan.json, trace.json, or the output folder of a run")
+    parser.add_argument("-o", "--output", default=None, help="where to write the page (default: beside the source)")
+    given = parser.parse_args(words)
+    from pipepart.cli.console import shown
+    from pipepart.report import view
+
+    print(shown(view(given.source, given.output)))
+    return 0
+
+
+def _bench(words: list[str]) -> int:
+    parser = _configured(
+        "bench",
+        "  pipepart bench recipe=gpt\n"
+        "  pipepart bench recipe=unet devices=4 --steps 40\n\n"
+        "Trains for a few steps as one process, as replicas only, and as pipelines with each schedule.",
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run (default 20)")
+    given = parser.parse_intermixed_args(words)
+    from pipepart.cli.bench import bench
+
+    return bench(given.overrides, given.config_dir, given.steps)
+
+
+def _recipes(words: list[str]) -> int:
+    parser = _parser("recipes")
+    parser.add_argument("--config-dir", type=Path, help="a folder with recipes of yours, laid out as conf/")
+    given = parser.parse_args(words)
+    from pipepart.cli.listing import recipes_text
+
+    print(recipes_text(given.config_dir))
+    return 0
+
+
+def _doctor(words: list[str]) -> int:
+    parser = _parser("doctor")
+    parser.add_argument("--quick", action="store_true", help="without starting processes to try them out")
+    given = parser.parse_args(words)
+    from pipepart.cli.doctor import doctor
+
+    return doctor(try_processes=not given.quick)
+
+
+_RUN = {"train": _train, "plan": _plan, "view": _view, "bench": _bench, "recipes": _recipes, "doctor": _doctor}
 
 if __name__ == "__main__":
     sys.exit(main())

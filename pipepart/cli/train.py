@@ -1,105 +1,139 @@
-"""`pipepart train`: compose once, start one process per device, say where everything is."""
+"""`pipepart train`: compose once, check, start one process per device, say where everything is."""
 
 from __future__ import annotations
 
-import importlib
+import json
 import os
-import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from pipepart.cli.config import compose_config
+from pipepart.cli.config import checked, compose_config, written
+from pipepart.cli.console import bold, quiet_libraries, shown
+from pipepart.cli.ranks import already_started, join_started, run_as_rank, start_ranks
+from pipepart.cli.secrets import redacted_override
 from pipepart.errors import ConfigError
 from pipepart.planning import check_request
 from pipepart.runtime import fit_mesh
 
-__all__ = ["train"]
+__all__ = ["check_run", "prepare_folder", "read_result", "resolve_devices", "run", "show_config", "train"]
 
 
-def train(overrides: Sequence[str], show_only: bool = False) -> int:
-    """The parent: checks what can be checked, then starts the ranks and waits for them."""
-    config = compose_config(overrides)
-    if show_only:
-        print(OmegaConf.to_yaml(config))
-        return 0
-    _check(config)
-    folder = Path(config.output).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
-    print(f"pipepart: {config.recipe} on {config.devices} processes, output in {_shown(folder)}", flush=True)
-    code = _start_ranks(config, folder)
-    if code == 0:
-        _say_where(folder)
-    return code
-
-
-def _check(config: DictConfig) -> None:
-    strategy = config.strategy
-    check_request(strategy.schedule, strategy.microbatches, strategy.stages)
-    fit_mesh(int(config.devices), strategy.stages, strategy.replicas)
-    _recipe(config.recipe)
-    if config.logger.name not in ("wandb", "csv", "none"):
-        raise ConfigError(f"logger.name is {config.logger.name!r}; expected wandb, csv or none")
-
-
-def _recipe(name: str) -> Any:
-    if not str(name).startswith(("recipes.", "pipepart.")):
-        raise ConfigError(f"recipe is {name!r}; expected a module in recipes, such as recipes.gpt")
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"there is no recipe module {name!r} ({error})") from error
-    if not hasattr(module, "build"):
-        raise ConfigError(f"{name} is no recipe: it has no function build(model, data, optimizer)")
-    return module
-
-
-def _start_ranks(config: DictConfig, folder: Path) -> int:
-    """One process per device by torch's own agent: it ends all ranks when one fails, and names the first cause."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(int(config.devices))))
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=int(config.devices),
-        run_id=f"pipepart-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.2,
-        start_method="spawn",
-    )
-    try:
-        elastic_launch(launch, _rank)(OmegaConf.to_yaml(config), str(folder))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        message = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
-        print(f"pipepart train: rank {rank} failed first (exit code {failure.exitcode}).\n{message}", file=sys.stderr)
-        return 1
+def train(overrides: Sequence[str], extra: Path | None = None) -> int:
+    """One run of the configuration that the overrides make."""
+    quiet_libraries()
+    config = checked(compose_config(overrides, extra=extra))
+    if already_started():
+        config["devices"], config["launcher"]["nodes"] = join_started()
+        check_run(config)
+        return _run_started(config, overrides)
+    config["devices"] = resolve_devices(config)
+    check_run(config)
+    run(config, overrides)
     return 0
 
 
-def _threads(processes: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // processes)
+def show_config(overrides: Sequence[str], extra: Path | None = None, name: str = "train") -> int:
+    """`--cfg job`: the configuration as it would be used."""
+    print(written(checked(compose_config(overrides, name, extra))), end="")
+    return 0
 
 
-def _rank(config_text: str, folder: str) -> None:
-    """One rank: builds the recipe and the trainer from the configuration that the parent composed, and trains."""
-    from torch.distributed.elastic.multiprocessing.errors import record
+def resolve_devices(config: dict[str, Any]) -> int:
+    """How many processes to start on each machine."""
+    devices, nodes = config["devices"], int(config["launcher"]["nodes"])
+    stages, replicas = config["strategy"]["stages"], config["strategy"]["replicas"]
+    if config["strategy"].get("plan"):
+        from pipepart.planning import Plan
 
-    from pipepart.cli.fit import fit
+        plan = Plan.load(config["strategy"]["plan"])
+        stages, replicas = plan.stages, plan.replicas
+    if devices != "auto":
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+            raise ConfigError(f"devices must be a whole number of at least 1 or 'auto', got {devices!r}")
+        return devices
+    wanted = 1
+    for number in (stages, replicas):
+        wanted *= number if isinstance(number, int) and number > 0 else 1
+    if (stages, replicas) == ("auto", "auto") or (stages == 1 and replicas == "auto"):
+        wanted = 2 * nodes
+    return max(1, -(-wanted // nodes))
 
-    record(fit)(OmegaConf.create(config_text), Path(folder))
+
+def check_run(config: dict[str, Any]) -> None:
+    """Refuse here what can be refused before any process is started."""
+    strategy, launcher = config["strategy"], config["launcher"]
+    check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"])
+    if not strategy.get("plan"):
+        fit_mesh(int(config["devices"]) * int(launcher["nodes"]), strategy["stages"], strategy["replicas"])
+    elif not Path(strategy["plan"]).is_file():
+        raise ConfigError(f"strategy.plan: there is no file {strategy['plan']!r}")
+    if config["resume"] is not None and not Path(config["resume"]).is_file():
+        raise ConfigError(f"resume: there is no checkpoint {config['resume']!r}")
+    if launcher["nodes"] > 1 and not launcher["address"] and not already_started():
+        raise ConfigError("launcher.nodes > 1 needs launcher.address=HOST:PORT of one of the machines, the same on each")
 
 
-def _say_where(folder: Path) -> None:
+def prepare_folder(config: dict[str, Any], overrides: Sequence[str]) -> Path:
+    """The folder of the run with its configuration, and the link `latest` to it."""
+    folder = Path(config["output"]).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    said = " ".join(map(redacted_override, overrides))
+    (folder / "config.yaml").write_text(f"# pipepart train {said}".rstrip() + "\n" + written(config))
+    given = Path(config["output"])
+    root = Path(given.parts[0]) if not given.is_absolute() and len(given.parts) > 1 else given.parent
+    link = root / "latest"
+    with suppress(OSError):  # a file system without links
+        if link.is_symlink() or not link.exists():
+            fresh = root / f".latest-{os.getpid()}"
+            fresh.symlink_to(os.path.relpath(folder, root.absolute()))
+            fresh.replace(link)
+    return folder
+
+
+def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A checked run on processes of this machine; returns what rank 0 wrote into result.json."""
+    folder = prepare_folder(config, overrides)
+    count = f"{config['devices']} process{'es' if config['devices'] > 1 else ''}"
+    nodes = config["launcher"]["nodes"]
+    if nodes > 1:
+        count += f" on each of {nodes} machines"
+    print(f"{bold('pipepart train')}  recipe {config['name']}, {count}, output in {shown(folder)}", flush=True)
+    start_ranks(config, folder)
+    result = read_result(folder)
+    say_where(folder)
+    return result
+
+
+def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> int:
+    """This process is one rank of a job; all use the folder of rank 0."""
+    import torch.distributed as dist
+
+    from pipepart.runtime.launch import join_job
+
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        join_job(timedelta(seconds=float(config["launcher"]["wait"])))
+        box = [config["output"]]
+        dist.broadcast_object_list(box, 0)
+        config["output"] = box[0]
+    folder = Path(config["output"]).absolute()
+    if os.environ["RANK"] == "0":
+        prepare_folder(config, overrides)
+    run_as_rank(json.dumps(config), str(folder))
+    if os.environ["RANK"] == "0":
+        say_where(folder)
+    return 0
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return {**json.loads((folder / "result.json").read_text()), "folder": str(folder)}
+    return {"folder": str(folder)}
+
+
+def say_where(folder: Path) -> None:
     found = [
         ("report", folder / "report.html"),
         ("plan", folder / "plan.json"),
@@ -107,13 +141,11 @@ def _say_where(folder: Path) -> None:
         ("checkpoint", folder / "checkpoints" / "last.ckpt"),
         ("metrics", folder / "metrics" / "metrics.csv"),
         ("tracking", folder / "wandb"),
+        ("tracking", folder / "tensorboard"),
         ("configuration", folder / "config.yaml"),
+        ("logs", folder / "logs"),
     ]
+    print()
     for name, path in found:
         if path.exists():
-            print(f"{name:>14}  {_shown(path)}")
-
-
-def _shown(path: Path) -> str:
-    """Relative to where the user stands, if it is below."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+            print(f"{bold(name.rjust(14))}  {shown(path)}", flush=True)

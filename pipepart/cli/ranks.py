@@ -1,0 +1,189 @@
+"""Starting the processes of a run, ending them together, and saying why if one fails.
+
+Torch's own agent starts and watches the ranks. They get the configuration that the parent composed; each leaves the
+reason of its failure in the folder of the run, and the first reason is the one that is shown.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipepart.cli.console import shown
+from pipepart.errors import PipelineError, PipepartError
+
+__all__ = ["already_started", "join_started", "run_as_rank", "start_ranks"]
+
+_PATIENCE = 2  # seconds that a rank has to end by itself
+
+
+def already_started() -> bool:
+    """Whether a launcher (torchrun, srun, submitit) has started this process as one rank of several."""
+    names = os.environ
+    return (
+        "TORCHELASTIC_RUN_ID" in names
+        or int(names.get("SLURM_NTASKS", "1")) > 1
+        and "SLURM_PROCID" in names
+        or "SUBMITIT_LOCAL_GLOBALRANK" in names
+    )
+
+
+def join_started() -> tuple[int, int]:
+    """The variables of torchrun from those of SLURM or submitit; returns (processes here, machines)."""
+    names = os.environ
+    if "TORCHELASTIC_RUN_ID" not in names:
+        if "SUBMITIT_LOCAL_GLOBALRANK" in names:
+            mine = {key: names[f"SUBMITIT_LOCAL_{key}"] for key in ("GLOBALRANK", "LOCALID", "NTASKS", "NNODES", "JOB_ID")}
+            rank, local, count, nodes, job = mine.values()
+            host, node = "127.0.0.1", "0"
+        else:
+            rank, local, count = names["SLURM_PROCID"], names["SLURM_LOCALID"], names["SLURM_NTASKS"]
+            nodes, job, node = names.get("SLURM_NNODES", "1"), names.get("SLURM_JOB_ID", "0"), names.get("SLURM_NODEID", "0")
+            host = _first_host(names.get("SLURM_STEP_NODELIST", names.get("SLURM_JOB_NODELIST", "127.0.0.1")))
+        number = int("".join(c for c in job if c.isdigit()) or 0)
+        names.update(
+            RANK=rank, LOCAL_RANK=local, WORLD_SIZE=count, LOCAL_WORLD_SIZE=str(int(count) // int(nodes)), GROUP_RANK=node,
+            TORCHELASTIC_RUN_ID=f"job-{job}", MASTER_ADDR=host,
+        )  # fmt: skip
+        names.setdefault("MASTER_PORT", str(20000 + number % 20000))
+    here = int(names["LOCAL_WORLD_SIZE"])
+    return here, int(names["WORLD_SIZE"]) // here
+
+
+def _first_host(names: str) -> str:
+    """The first of SLURM's list: `node[03-07,12],other` is node03."""
+    first = names.split("[")[0] if "[" in names.split(",")[0] else names.split(",")[0]
+    if "[" in names.split(",")[0]:
+        first += names.split("[")[1].split("-")[0].split(",")[0].rstrip("]")
+    return first
+
+
+def start_ranks(config: dict[str, Any], folder: Path) -> None:
+    """Start one process per device here, wait for all; raises the first cause if one fails."""
+    from torch.distributed.elastic.multiprocessing import SignalException, Std
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    count, launcher = int(config["devices"]), config["launcher"]
+    alone = int(launcher["nodes"]) == 1
+    logs = folder / "logs"
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(count)))
+    launch = LaunchConfig(
+        min_nodes=int(launcher["nodes"]),
+        max_nodes=int(launcher["nodes"]),
+        nproc_per_node=count,
+        run_id=f"pipepart-{os.getpid()}" if alone else "pipepart",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0" if alone else str(launcher["address"]),
+        rdzv_configs={"timeout": int(launcher["wait"])},
+        local_addr="127.0.0.1" if alone else None,
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+        shutdown_timeout=_PATIENCE,
+        # The first rank speaks; what the others say is in their files.
+        logs_specs=DefaultLogsSpecs(str(logs), redirects={rank: Std.ALL for rank in range(1, count)}),
+    )
+    try:
+        elastic_launch(launch, run_as_rank)(json.dumps(config), str(folder))
+    except ChildFailedError as error:
+        raise PipelineError(_first_cause(error, logs)) from None
+    except (SignalException, KeyboardInterrupt) as error:
+        name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
+        last = folder / "checkpoints" / "last.ckpt"
+        hint = f" Go on with resume={shown(last)}" if last.exists() else ""
+        raise PipelineError(f"stopped by {name}; all processes have ended.{hint}") from None
+
+
+def _threads(processes: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, cores // processes)
+
+
+def run_as_rank(config_text: str, folder: str) -> None:
+    """One rank: everything else follows from the configuration that the parent composed."""
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        from pipepart.cli.fit import fit
+
+        fit(json.loads(config_text), Path(folder))
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return
+        _leave_reason(error, rank, Path(folder) / "logs")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # no threads, no hooks at exit: others wait for this one to be gone
+
+
+def _end_with_parent() -> None:
+    """On Linux: if the parent is killed, so are its ranks."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
+    logs.mkdir(parents=True, exist_ok=True)
+    trace = "".join(traceback.format_exception(error))
+    (logs / f"traceback-rank{rank}.txt").write_text(trace)
+    reason = {
+        "rank": rank,
+        "when": time.time(),
+        "echo": isinstance(error, PipelineError) and any(word in str(error) for word in ("another rank", "lost")),
+        "known": isinstance(error, PipepartError),
+        "text": str(error) if isinstance(error, PipepartError) else f"{type(error).__name__}: {error}",
+        "where": _where(error),
+    }
+    (logs / f"failure-rank{rank}.json").write_text(json.dumps(reason))
+
+
+def _where(error: BaseException) -> str:
+    """The last line of the user's own code (or a recipe's) in the traceback."""
+    libraries = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", f"{os.sep}pipepart{os.sep}", "<")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        inside_recipe = f"{os.sep}recipes{os.sep}" in frame.filename
+        if inside_recipe or not any(part in frame.filename for part in libraries):
+            file = frame.filename.split(f"site-packages{os.sep}")[-1]
+            return f"{shown(file) if os.path.isabs(file) else file}:{frame.lineno} in {frame.name}: {frame.line}"
+    return ""
+
+
+def _first_cause(error: Any, logs: Path) -> str:
+    """The reason of the rank that failed first; ranks that only lost another one count last."""
+    reasons = []
+    for file in logs.glob("failure-rank*.json"):
+        with suppress(OSError, ValueError):
+            reasons.append(json.loads(file.read_text()))
+    own = sorted((r for r in reasons if not r["echo"]), key=lambda r: r["when"])
+    killed = [
+        (rank, failure)
+        for rank, failure in sorted(error.failures.items())
+        if failure.exitcode < 0 and not any(reason["rank"] == rank for reason in reasons)
+    ]
+    if not own and killed:
+        rank, failure = killed[0]
+        name = signal.Signals(-failure.exitcode).name
+        hint = " The system does that when memory runs out: try more micro-batches or a smaller batch." if name == "SIGKILL" else ""
+        return f"rank {rank} was ended by {name}.{hint} All other processes have been ended."
+    chosen = (own or sorted(reasons, key=lambda r: r["when"]) or [None])[0]
+    if chosen is None:
+        rank, failure = error.get_first_failure()
+        return f"rank {rank} ended with exit code {failure.exitcode} and left no reason; its output is in {shown(logs)}"
+    lines = [f"rank {chosen['rank']} failed first. All other processes have been ended.", chosen["text"]]
+    if chosen["where"] and not chosen["known"]:
+        lines.append(f"at {chosen['where']}")
+    file = logs / f"traceback-rank{chosen['rank']}.txt"
+    lines.append(f"traceback: {shown(file)}")
+    return "\n".join(lines)
