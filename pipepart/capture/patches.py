@@ -150,11 +150,18 @@ def _metric_method(recorder: Recorder, module: nn.Module, name: str) -> Any:
     return call
 
 
+def _note_checkpoint(recorder: Recorder) -> None:
+    note = "activation checkpointing inside the model is not kept; let the plan recompute instead"
+    if note not in recorder.notes:
+        recorder.notes.append(note)
+
+
 def _apply(recorder: Recorder, original: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     real = original.__get__(None, kind)
     if not recorder.recording or recorder.frames:
         return real(*unwrap(args), **unwrap(kwargs))
     if kind is checkpointing.CheckpointFunction:
+        _note_checkpoint(recorder)
         return args[0](*args[2:])
     return recorder.run_whole(real, "call_function", intrinsics.apply_function(kind), args, kwargs)
 
@@ -201,12 +208,20 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
     ) -> Any:
         return _vmap(recorder, vmap, function, (in_dims, out_dims, randomness, size), args, kwargs)
 
+    checkpoint = checkpointing._checkpoint_without_reentrant_generator
+
+    def patched_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.recording and not recorder.frames:
+            _note_checkpoint(recorder)
+        return checkpoint(function, *args, **kwargs)
+
     saved: list[tuple[dict[str, Any], str, Any]] = []
     nn.Module.__call__ = lambda module, *a, **k: _call_module(recorder, module_call, module, a, k)  # type: ignore
     torch.autograd.Function.apply = classmethod(lambda kind, *a, **k: _apply(recorder, apply, kind, a, k))  # type: ignore
     torch._C.ScriptFunction.__call__ = patched_script
     builtins.len = patched_len  # type: ignore[assignment]
     functorch_apis.vmap_impl = patched_vmap
+    checkpointing._checkpoint_without_reentrant_generator = patched_checkpoint
     if compiling:
         torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: True  # type: ignore[assignment]
     for metric in metrics:
@@ -222,6 +237,7 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
         torch._C.ScriptFunction.__call__ = script_call
         builtins.len = length
         functorch_apis.vmap_impl = vmap
+        checkpointing._checkpoint_without_reentrant_generator = checkpoint
         torch.compiler.is_compiling, torch.compiler.is_exporting = compile_flags
         for attributes, name, value in saved:
             if value is None:

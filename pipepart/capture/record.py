@@ -417,18 +417,29 @@ def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _output(recorder: Recorder, value: Any) -> Any:
-    if isinstance(value, (torch.Tensor, str, int, float, bool, type(None))) or symbols.is_tracked(value):
+    """A leaf of the result as fx sees it; an object of a foreign class that holds tensors cannot be returned."""
+    if isinstance(value, (torch.Tensor, nn.Module)) or symbols.is_tracked(value) or not hasattr(value, "__dict__"):
         return recorder.argument(value)
-    if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
-        return recorder.argument(value)
-    from pipepart.capture.recorder import tensors_in
-
-    if tensors_in(vars(value)):
-        raise NotRecordable(
-            f"the result holds a {type(value).__name__}, an object with tensors inside that is no dict, tuple or "
-            "dataclass; return its tensors instead"
+    if _holds_tensors(value, 4):
+        recorder.notes.append(
+            f"the result holds a {type(value).__name__}, an object of its own with tensors inside: None is returned for it"
         )
+        return None
     return recorder.argument(value)
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0:
+        return False
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensors(item, depth - 1) for item in value)
+    if isinstance(value, dict):
+        return any(_holds_tensors(item, depth - 1) for item in value.values())
+    if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    return any(_holds_tensors(item, depth - 1) for item in vars(value).values())
 
 
 def _with_dynamic(spec: Input, index: int, proved: Sequence[variants.Dimension]) -> Input:

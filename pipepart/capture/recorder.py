@@ -191,6 +191,8 @@ class Recorder:
         left, right = (x.node() if symbols.is_tracked(x) else x for x in (a, b))
         seen = self.number_node(op, (left, right), result)
         if self.facts[seen].chance:
+            if _certain(seen):
+                return
             raise NotRecordable(f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0")
         guard = self.make("call_function", intrinsics.check, (seen, result, where), {})
         self.facts[guard].from_data = self.facts[seen].from_data
@@ -542,6 +544,8 @@ class Recorder:
                 if type(out) is not bool
                 else (self._specialise(node, out, where))
             )
+        if len(nodes) == 1 and self.facts[nodes[0]].chance and _certain(nodes[0]):
+            return _outcome(nodes[0]) if fake else func(*plain_args, **plain_kwargs)
         if not self.guards or fake:
             raise DataDependent(f"Python reads the contents of a tensor ({where})")
         out = func(*plain_args, **plain_kwargs)
@@ -561,6 +565,8 @@ class Recorder:
         if not self.guards:
             raise DataDependent(f"Python reads the contents of a tensor ({where})")
         if self.facts[node].chance:
+            if _certain(node):
+                return value
             raise NotRecordable(f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0")
         guard = self.make("call_function", intrinsics.check, (node, value, where), {})
         self.facts[guard].from_data = True
@@ -636,6 +642,19 @@ class Recorder:
 
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _certain(comparison: fx.Node) -> bool:
+    """Whether a comparison of a uniform random number has one outcome only (a rate of 0 or 1)."""
+    limits = [arg for arg in comparison.args if type(arg) in (int, float)]
+    return len(limits) == 1 and (limits[0] <= 0 or limits[0] >= 1)
+
+
+def _outcome(comparison: fx.Node) -> bool:
+    """The outcome of a certain comparison, without drawing the number."""
+    name = comparison.target if isinstance(comparison.target, str) else comparison.target.__name__
+    values = [arg if type(arg) in (int, float) else 0.5 for arg in comparison.args]
+    return bool(getattr(operator, name.strip("_"))(*values))
 
 
 def _name_of(function: Any) -> str:

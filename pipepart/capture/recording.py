@@ -144,6 +144,15 @@ class Recording:
 
         return executable(self, device=device)
 
+    def stale(self, leaves: Sequence[Any]) -> str | None:
+        """Why the graph does not hold for these leaves, as far as their sizes and numbers tell; None if it does.
+
+        Cheap: nothing but Python numbers is computed. So a caller can record again before anything runs.
+        """
+        from pipepart.capture.guards import failing_check
+
+        return failing_check(self.graph, leaves)
+
     @cached_property
     def hash(self) -> str:
         """The same on every process and machine for the same model and step: ops, constants, parameter shapes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ Known = dict[tuple[int, int], Callable[[Recorder, Any], bool]]
 
 
 def dimensions(leaves: Sequence[Any]) -> list[Dimension]:
-    """The batch dimension (dim 0 of the first tensor, and of all leaves of that size), then the others.
+    """The batch dimension (the size that dim 0 has most often, the first of equals), then the others.
 
     Other dimensions of one size and place (the lengths of ids and labels) change together.
     """
@@ -74,7 +75,7 @@ def dimensions(leaves: Sequence[Any]) -> list[Dimension]:
     }
     if not shapes:
         return []
-    batch = next(iter(shapes.values()))[0]
+    batch = Counter(shape[0] for shape in shapes.values()).most_common(1)[0][0]
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     first: list[tuple[int, int]] = []
     for i, shape in shapes.items():
