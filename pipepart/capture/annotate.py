@@ -7,8 +7,9 @@ from typing import Any
 import torch.fx as fx
 
 from pipepart.capture import intrinsics
+from pipepart.capture.facts import Fact
 from pipepart.capture.fingerprint import target_name
-from pipepart.capture.recorder import Fact, Recorder
+from pipepart.capture.recorder import Recorder
 from pipepart.capture.recording import OpMeta, Recording
 
 __all__ = ["annotate"]

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch.fx as fx
 
-from pipepart.capture.recorder import Fact, Recorder
+from pipepart.capture.facts import Fact
+from pipepart.capture.recorder import Recorder
 from pipepart.capture.variants import Dimension
 
 __all__ = ["Explanation", "explain", "put_back"]

@@ -15,7 +15,9 @@ import torch.nn as nn
 import torch.utils.checkpoint as checkpointing
 
 from pipepart.capture import intrinsics, ops
-from pipepart.capture.recorder import NotRecordable, Recorder, tensors_in, unwrap
+from pipepart.capture.arguments import tensors_in, unwrap
+from pipepart.capture.failures import NotRecordable
+from pipepart.capture.recorder import Recorder
 from pipepart.capture.state import Attributes
 from pipepart.capture.symbols import is_tracked
 

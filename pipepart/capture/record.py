@@ -6,66 +6,24 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from pipepart.capture import state, symbols, trees, variants
+from pipepart.capture import state, trees, variants
 from pipepart.capture.annotate import annotate
-from pipepart.capture.explain import Explanation, explain, put_back
-from pipepart.capture.patches import keep_attributes, outside_rng, recording_patches
-from pipepart.capture.recorder import DataDependent, Fact, NotRecordable, Recorder, RecordMode
+from pipepart.capture.explain import put_back
+from pipepart.capture.failures import DataDependent, NotRecordable
 from pipepart.capture.recording import ANY, Input, LogCall, Recording
+from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, copy_leaf, eager, keep_whole, run_once
 from pipepart.capture.simplify import simplify
+from pipepart.capture.study import Study
 from pipepart.capture.verify import verify
 from pipepart.errors import CaptureError
 
 __all__ = ["Call", "record", "record_call"]
-
-WHOLE_LIMIT = 0.4
-"""A module that cannot be looked into is kept whole if it has at most this share of the parameters."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """What is to be recorded: how to run it on flat leaves, and what the leaves are.
-
-    `run` returns the result and the logged values, a list of (name, value, options).
-    """
-
-    root: nn.Module
-    run: Callable[[list[Any]], tuple[Any, list[tuple[str, Any, dict[str, Any]]]]]
-    leaves: tuple[Any, ...]
-    inputs: tuple[Input, ...]
-    tree: trees.Tree
-    step: str | None = None
-
-    @property
-    def what(self) -> str:
-        name = type(self.root).__name__
-        return f"{name}.{self.step}" if self.step else name
-
-
-@dataclass
-class _Run:
-    recorder: Recorder
-    outputs: list[Any]
-    output_tree: trees.Tree
-    logs: list[tuple[str, Any, dict[str, Any]]]
-    output_count: int
-    tensors: list[Any]
-    leaves: list[Any]
-
-
-@dataclass
-class _Settings:
-    whole: set[str] = field(default_factory=set)
-    guards: bool = False
-    compiling: bool = False
-    history: list[str] = field(default_factory=list)
 
 
 def record(
@@ -130,16 +88,12 @@ def record_call(call: Call) -> Recording:
         mode = stack.enter_context(state.stand_ins(call.root)) if state.is_abstract(call.root) else None
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode) for leaf in call.leaves]
-        settings = _Settings()
+        settings = Settings()
         while True:
             try:
                 return _record(call, leaves, names, settings, mode)
-            except _Retry:
+            except Retry:
                 continue
-
-
-class _Retry(Exception):
-    """The settings were changed: record again."""
 
 
 def _fake(leaf: Any, mode: Any) -> Any:
@@ -150,7 +104,7 @@ def _fake(leaf: Any, mode: Any) -> Any:
         return made.requires_grad_() if leaf.requires_grad else made
 
 
-def _record(call: Call, leaves: list[Any], names: state.Names, settings: _Settings, mode: Any) -> Recording:
+def _record(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any) -> Recording:
     dims = variants.dimensions(leaves)
     batch = dims[0] if dims else None
     base_leaves = leaves
@@ -158,12 +112,12 @@ def _record(call: Call, leaves: list[Any], names: state.Names, settings: _Settin
         try:
             base_leaves = variants.resize(leaves, batch, 2)
             with torch.no_grad():
-                _eager(call, base_leaves, mode)
+                eager(call, base_leaves, mode)
             batch = variants.Dimension(2, batch.places, True)
         except Exception:
             base_leaves, batch = leaves, None
     base = _attempt(call, base_leaves, names, settings, mode)
-    study = _Study(call, base_leaves, base, names, settings, mode)
+    study = Study(call, base_leaves, base, names, settings, mode)
     if batch is not None:
         study.vary(batch)
     failed = [dim for dim in dims[1:] if not study.vary(dim)]
@@ -182,148 +136,28 @@ def _record(call: Call, leaves: list[Any], names: state.Names, settings: _Settin
     return _recording(call, leaves, base, inputs, equal, settings, study.notes(dims[1:]), mode)
 
 
-class _Study:
-    """The example at other sizes: which dimensions are free, and which constants follow them."""
-
-    def __init__(self, call: Call, leaves: list[Any], base: _Run, names: state.Names, settings: _Settings, mode: Any):
-        self.call, self.leaves, self.base = call, leaves, base
-        self.names, self.settings, self.mode = names, settings, mode
-        self.runs = [base]
-        self.proved: list[variants.Dimension] = []
-        self.explained: dict[tuple[int, int], Explanation] = {}
-        self.reasons: dict[variants.Dimension, str] = {}
-
-    def vary(self, dim: variants.Dimension) -> bool:
-        """Record at another size of `dim`; True if the graph is the same there."""
-        reason = ""
-        elements = sum(leaf.numel() for leaf in self.leaves if isinstance(leaf, torch.Tensor))
-        for size in dim.candidates(elements):
-            try:
-                run = self._run(dim, size)
-            except Exception as error:
-                reason = f"fails at size {size} ({str(error)[:160]})"
-                continue
-            mismatch, numbers = self._compare(run)
-            if mismatch is None and numbers:
-                mismatch = self._explain(dim, size, numbers)
-            if mismatch is None:
-                self.runs.append(run)
-                self.proved.append(dim)
-                return True
-            reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
-            if dim.is_batch:
-                self._baked_in(mismatch.module, reason)
-        self.reasons[dim] = reason
-        return False
-
-    def ignored_strings(self) -> set[int]:
-        """Inputs that are text (names of samples) and have no influence: another text gives the same graph."""
-        texts = {i for i, leaf in enumerate(self.leaves) if _is_text(leaf)}
-        if not texts or self.call.step is None:
-            return set()
-        changed = [_other_text(leaf) if i in texts else leaf for i, leaf in enumerate(self.leaves)]
-        try:
-            run = _run(self.call, changed, self.names, self.settings, self.mode)
-        except Exception:
-            return set()
-        mismatch, numbers = self._compare(run)
-        return set() if mismatch is not None or numbers else texts
-
-    def notes(self, dims: Sequence[variants.Dimension]) -> list[str]:
-        """What is fixed and why."""
-        free = {place for dim in self.proved for place in dim.places}
-        return [
-            f"{'batch size' if dim.is_batch else f'dimension of size {dim.size}'}: fixed; the model {reason}"
-            for dim, reason in self.reasons.items()
-            if not set(dim.places) <= free
-        ]
-
-    def _run(self, dim: variants.Dimension, size: int) -> _Run:
-        changed = variants.resize(self.leaves, dim, size)
-        return _run(self.call, changed, self.names, self.settings, self.mode)
-
-    def _compare(self, run: _Run) -> tuple[variants.Mismatch | None, list[variants.Difference]]:
-        known: variants.Known = {
-            key: (lambda recorder, value, e=e: e.holds(variants.size_in(recorder, e.dimension), value))
-            for key, e in self.explained.items()
-        }
-        mismatch, numbers = variants.compare(self.base.recorder, run.recorder, known)
-        if mismatch is None and trees_differ(self.base, run):
-            mismatch = variants.Mismatch("", "the result or what is logged has another structure")
-        return mismatch, numbers
-
-    def _explain(
-        self, dim: variants.Dimension, size: int, numbers: list[variants.Difference]
-    ) -> variants.Mismatch | None:
-        """Find laws for numbers that changed with `dim`, and try them at a third size."""
-        first = numbers[0]
-        failure = variants.Mismatch(first.module, first.text)
-        laws = {(n.node, n.position): explain(dim, n.value, size, n.other) for n in numbers}
-        third = next(
-            (s for s in (*dim.candidates(), dim.size + 2, 2 * dim.size + 1) if s not in (dim.size, size)), None
-        )
-        if third is None or not all(laws.values()):
-            return failure
-        try:
-            run = self._run(dim, third)
-        except Exception:
-            return failure
-        mismatch, seen = variants.compare(self.base.recorder, run.recorder, {})
-        if mismatch is not None:
-            return mismatch
-        values = {(n.node, n.position): n.other for n in seen}
-        for key, options in laws.items():
-            holding = [law for law in options if key in values and law.holds(third, values[key])]
-            if not holding:
-                return failure
-            self.explained[key] = holding[0]
-        return None
-
-    def _baked_in(self, module: str, reason: str) -> None:
-        if _keep_whole(self.call.root, module, self.settings, reason):
-            raise _Retry
-        raise CaptureError(
-            f"{self.call.what} depends on the batch size in a way that cannot be recorded.\n  {reason}\n"
-            "  do: compute sizes from tensors (x.shape[0], not Python copies of it) or put this part into a "
-            "submodule of its own, which is then kept whole"
-        )
-
-
-def _is_text(leaf: Any) -> bool:
-    return isinstance(leaf, str) or (type(leaf) in (list, tuple) and all(type(item) is str for item in leaf))
-
-
-def _other_text(leaf: Any) -> Any:
-    return f"{leaf}~" if isinstance(leaf, str) else type(leaf)(f"{item}~" for item in leaf)
-
-
-def trees_differ(a: _Run, b: _Run) -> bool:
-    """Whether two runs returned or logged differently."""
-    return a.output_tree != b.output_tree or [log[0] for log in a.logs] != [log[0] for log in b.logs]
-
-
-def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: _Settings, mode: Any) -> _Run:
+def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any) -> Run:
     """Record once; on failure change the settings and ask for a new attempt, or say why it cannot be done."""
     try:
-        return _run(call, leaves, names, settings, mode)
-    except _RunFailed as failed:
+        return run_once(call, leaves, names, settings, mode)
+    except RunFailed as failed:
         error = failed.error
         if isinstance(error, CaptureError) and not isinstance(error, NotRecordable):
             raise error from None
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, CaptureError):
-            _eager(call, leaves, mode)  # if the model itself fails on the example, that error is the user's
+            eager(call, leaves, mode)  # if the model itself fails on the example, that error is the user's
         for path in reversed(failed.modules):
-            if path and _keep_whole(call.root, path, settings, text):
-                raise _Retry from None
+            if path and keep_whole(call.root, path, settings, text):
+                raise Retry from None
             if path and path not in settings.whole:
                 break
         if isinstance(error, DataDependent) and not settings.compiling:
             settings.compiling = True
-            raise _Retry from None
+            raise Retry from None
         if isinstance(error, DataDependent) and not settings.guards:
             settings.guards = True
-            raise _Retry from None
+            raise Retry from None
         where = next((path for path in reversed(failed.modules) if path), "")
         raise CaptureError(
             f"{call.what} cannot be recorded.\n  where: module {where!r}\n  what: {text}\n"
@@ -331,115 +165,6 @@ def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: _Setti
             + "  do: put this part into a submodule with at most 40 % of the parameters (it is then kept whole), or "
             "write it with tensor ops"
         ) from error
-
-
-class _RunFailed(Exception):
-    def __init__(self, error: Exception, modules: list[str]):
-        super().__init__(str(error))
-        self.error, self.modules = error, modules
-
-
-def _keep_whole(root: nn.Module, path: str, settings: _Settings, why: str) -> bool:
-    if not path or path in settings.whole:
-        return False
-    total = sum(p.numel() for p in root.parameters()) or 1
-    share = sum(p.numel() for p in root.get_submodule(path).parameters()) / total
-    if share > WHOLE_LIMIT:
-        settings.history.append(
-            f"module {path!r} holds {share:.0%} of the parameters: too large to keep whole ({why[:160]})"
-        )
-        return False
-    settings.whole.add(path)
-    settings.history.append(f"kept {path!r} whole ({why[:160]})")
-    return True
-
-
-def _eager(call: Call, leaves: list[Any], mode: Any) -> Any:
-    with ExitStack() as stack:
-        stack.enter_context(state.preserved(call.root))
-        if mode is not None:
-            stack.enter_context(mode)
-        return call.run([_copy(leaf) for leaf in leaves])
-
-
-def _copy(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    copy = leaf.detach().clone()
-    return copy.requires_grad_() if leaf.requires_grad else copy
-
-
-def _run(call: Call, leaves: list[Any], names: state.Names, settings: _Settings, mode: Any) -> _Run:
-    recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards, mode is not None)
-    with ExitStack() as stack:
-        stack.enter_context(state.preserved(call.root))
-        stack.enter_context(torch.enable_grad())
-        if mode is not None:
-            stack.enter_context(mode)
-        values = []
-        for leaf, spec in zip(leaves, call.inputs):
-            node = recorder.graph.placeholder(spec.name)
-            recorder.facts[node] = Fact(varies=spec.kind != "constant")
-            value = _copy(leaf)
-            if isinstance(value, torch.Tensor):
-                recorder.bind(value, node)
-            elif spec.kind == "number":
-                recorder.facts[node].number = value
-                value = symbols.StepNumber(value, recorder, lambda node=node: node)
-            values.append(value)
-        try:
-            with recording_patches(recorder, settings.compiling), RecordMode(recorder):
-                drawn, attributes = outside_rng(), state.Attributes(call.root)
-                result, logs = call.run(values)
-                if outside_rng() != drawn:
-                    raise NotRecordable("the model draws random numbers outside torch (Python's random or numpy)")
-                keep_attributes(recorder, attributes)
-                outputs, tree = trees.flatten(result)
-                count = len(outputs)
-                logs = [(name, value, _plain_options(options)) for name, value, options in logs]
-                flat = [*outputs, *(value for _, value, _ in logs if not isinstance(value, nn.Module))]
-                nodes = tuple(_output(recorder, value) for value in flat)
-                recorder.recording = False
-        except Exception as error:
-            recorder.recording = False
-            raise _RunFailed(error, recorder.failed_in or [""]) from error
-        recorder.facts[recorder.graph.output(nodes)] = Fact()
-        return _Run(recorder, list(nodes), tree, logs, count, flat, leaves)
-
-
-def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a log call as constants; a batch size that follows the batch is left to whoever replays it."""
-    return {
-        key: symbols.plain(value)
-        for key, value in options.items()
-        if not (key == "batch_size" and symbols.is_tracked(value))
-    }
-
-
-def _output(recorder: Recorder, value: Any) -> Any:
-    """A leaf of the result as fx sees it; an object of a foreign class that holds tensors cannot be returned."""
-    if isinstance(value, (torch.Tensor, nn.Module)) or symbols.is_tracked(value) or not hasattr(value, "__dict__"):
-        return recorder.argument(value)
-    if _holds_tensors(value, 4):
-        recorder.notes.append(
-            f"the result holds a {type(value).__name__}, an object of its own with tensors inside: None is returned for it"
-        )
-        return None
-    return recorder.argument(value)
-
-
-def _holds_tensors(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth == 0:
-        return False
-    if isinstance(value, (list, tuple)):
-        return any(_holds_tensors(item, depth - 1) for item in value)
-    if isinstance(value, dict):
-        return any(_holds_tensors(item, depth - 1) for item in value.values())
-    if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
-        return False
-    return any(_holds_tensors(item, depth - 1) for item in vars(value).values())
 
 
 def _with_dynamic(spec: Input, index: int, proved: Sequence[variants.Dimension]) -> Input:
@@ -453,10 +178,10 @@ def _with_dynamic(spec: Input, index: int, proved: Sequence[variants.Dimension])
 def _recording(
     call: Call,
     leaves: list[Any],
-    base: _Run,
+    base: Run,
     inputs: tuple[Input, ...],
     equal: tuple[tuple[tuple[int, int], ...], ...],
-    settings: _Settings,
+    settings: Settings,
     notes: list[str],
     mode: Any,
 ) -> Recording:
@@ -492,9 +217,9 @@ def _recording(
     annotate(recording, recorder)
     expected = base.tensors
     if base.leaves is not leaves:
-        result, logged = _eager(call, leaves, mode)
+        result, logged = eager(call, leaves, mode)
         expected = [*trees.flatten(result)[0], *(v for _, v, _ in logged if not isinstance(v, nn.Module))]
-    verify(recording, [_copy(leaf) for leaf in leaves], expected, mode)
+    verify(recording, [copy_leaf(leaf) for leaf in leaves], expected, mode)
     recorder.kept.clear()
     recorder.values.clear()
     return recording

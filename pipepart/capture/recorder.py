@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,81 +15,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from pipepart.capture import intrinsics, ops, symbols
-from pipepart.errors import CaptureError
+from pipepart.capture.arguments import has_tensor, tensors_in, unwrap
+from pipepart.capture.facts import Fact, autocast_state, reached, storage_of, user_line, version_of
+from pipepart.capture.failures import DataDependent, NotRecordable
+from pipepart.capture.naming import name_of, nameable
+from pipepart.capture.number_recorder import NumberRecorder
 
-__all__ = ["DataDependent", "Fact", "NotRecordable", "Recorder"]
-
-
-class NotRecordable(CaptureError):
-    """Something that cannot be written down as ops; keeping the module around it whole may help."""
-
-
-class DataDependent(NotRecordable):
-    """Python control flow (or a Python number) that depends on the contents of a tensor."""
-
-
-@dataclass
-class Fact:
-    """What was seen when a node was recorded."""
-
-    module: str = ""
-    module_class: str = ""
-    source: str = ""
-    tensor: torch.Tensor | None = None
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-    nbytes: int = 0
-    requires_grad: bool = False
-    number: Any = None
-    varies: bool = False
-    random: bool = False
-    chance: bool = False
-    """Comes from random numbers alone: no input and no parameter has a part in it."""
-    dynamic: bool = False
-    stateful: bool = False
-    from_data: bool = False
-    grad_mode: bool = True
-    autocast: tuple[Any, ...] = ()
-    reads: set[Any] = field(default_factory=set)
-    writes: set[Any] = field(default_factory=set)
-    mutates: set[Any] = field(default_factory=set)
-    differentiates: set[fx.Node] = field(default_factory=set)
-    rows: tuple[tuple[int, ...], ...] = ()
-
-
-def storage_of(tensor: torch.Tensor) -> Any:
-    """A key that tensors share if they share memory."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return ("object", id(tensor))
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def autocast_state() -> tuple[Any, ...]:
-    """The autocast settings that ops see now."""
-    return tuple(
-        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    )
-
-
-_TORCH = str(torch.__path__[0])
-_HERE = __file__.rpartition("/")[0]
-
-
-def user_line() -> str:
-    """File and line of the innermost frame that belongs neither to torch nor to us."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _HERE, "<")):
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+__all__ = ["RecordMode", "Recorder"]
 
 
 class RecordMode(TorchFunctionMode):
@@ -123,7 +54,7 @@ def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Recorder:
+class Recorder(NumberRecorder):
     """One recorded run: a graph under construction, and which tensor belongs to which node.
 
     `whole` names modules to keep as one op; `guards` allows to specialise on data (with a check in the graph).
@@ -156,7 +87,7 @@ class Recorder:
     ) -> fx.Node:
         """A new node at the end of the graph, with what is known of where it was made."""
         if op == "call_function" and not isinstance(target, str):
-            target = _nameable(target)
+            target = nameable(target)
         node = self.graph.create_node(op, target, args, kwargs, name)
         path, module = self.stack[-1]
         autocast = autocast_state()
@@ -170,32 +101,6 @@ class Recorder:
         if autocast != self.outer_autocast and not autocast:
             self.facts[node].autocast = ("off",)
         return node
-
-    def number_node(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
-        """A node for a Python number computed from other numbers."""
-        node = self.make("call_function", target, args, {})
-        fact = self.facts[node]
-        fact.number, fact.varies = value, True
-        sources = [self.facts[arg] for arg in args if isinstance(arg, fx.Node)]
-        fact.chance = any(source.chance for source in sources) and all(s.chance or not s.varies for s in sources)
-        fact.from_data = any(self.facts[arg].from_data for arg in args if isinstance(arg, fx.Node))
-        return node
-
-    def compared(self, op: Callable[..., Any], a: Any, b: Any, result: bool, from_data: bool) -> None:
-        """Python looked at a tracked number: the graph holds only while it would see the same."""
-        if self.frames or not self.recording:
-            return
-        where = f"{op.__name__} in module {self.stack[-1][0]!r} at {user_line()}"
-        if from_data and not self.guards:
-            raise DataDependent(f"a Python decision on a number that was read from a tensor ({where})")
-        left, right = (x.node() if symbols.is_tracked(x) else x for x in (a, b))
-        seen = self.number_node(op, (left, right), result)
-        if self.facts[seen].chance:
-            if _certain(seen):
-                return
-            raise NotRecordable(f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0")
-        guard = self.make("call_function", intrinsics.check, (seen, result, where), {})
-        self.facts[guard].from_data = self.facts[seen].from_data
 
     def read_attribute(self, name: str) -> fx.Node:
         """The node that reads a parameter, buffer, constant or flag of the root by its full name."""
@@ -322,7 +227,7 @@ class Recorder:
         if self.frames:
             self._check_inside(args, kwargs)
             return func(*plain_args, **plain_kwargs)
-        name = _name_of(func)
+        name = name_of(func)
         if name in ops.NOT_OPS or name == "_set_grad_enabled":
             return func(*plain_args, **plain_kwargs)
         if name == "__iter__":
@@ -330,16 +235,16 @@ class Recorder:
         if name == "__get__":
             return self._property(func, args)
         if name == "__set__" and getattr(func.__self__, "__name__", "") not in ("requires_grad", "grad"):
-            raise NotRecordable(f"assignment to Tensor.{func.__self__.__name__} in {self._here()}")
+            raise NotRecordable(f"assignment to Tensor.{func.__self__.__name__} in {self.here()}")
         if func is torch.autograd.grad or func is torch.autograd.backward or name == "backward":
-            raise NotRecordable(f"{name} is called while the model runs, in {self._here()}")
+            raise NotRecordable(f"{name} is called while the model runs, in {self.here()}")
         if name in ops.DATA_READS:
             return self._read_data(func, name, args, kwargs, plain_args, plain_kwargs)
         if name == "register_hook":
             self.make("call_method", name, (self.node_of(args[0]), self.constant(args[1])), {})
             return func(*plain_args, **plain_kwargs)
         if name in ("unbind", "split", "chunk", "tensor_split") and self._is_dynamic(args):
-            raise DataDependent(f"{name} of a tensor whose shape depends on data, in {self._here()}")
+            raise DataDependent(f"{name} of a tensor whose shape depends on data, in {self.here()}")
         inputs = tensors_in((args, kwargs))
         before = self._before(inputs)
         out = func(*plain_args, **plain_kwargs)
@@ -494,89 +399,11 @@ class Recorder:
         self._finish(node, inputs, before, out)
         return out
 
-    def _sizes(self, tensor: torch.Tensor, sizes: Any, method: str) -> Any:
-        wrapped = [self._size(tensor, dim, size, method) for dim, size in enumerate(sizes)]
-        return torch.Size(wrapped) if method == "size" else tuple(wrapped)
-
-    def _size(self, tensor: torch.Tensor, dim: int, size: int, method: str = "size") -> Any:
-        node = self.node_of(tensor)
-        if node.op == "get_attr" or not self.facts[node].varies:
-            return size
-        return symbols.track(size, self, lambda: self._size_node(node, method, (dim,), size), self.facts[node].dynamic)
-
-    def _size_node(self, node: fx.Node, method: str, args: tuple[Any, ...], value: int) -> fx.Node:
-        made = self.make("call_method", method, (node, *args), {})
-        fact = self.facts[made]
-        fact.number, fact.varies, fact.from_data = value, True, self.facts[node].dynamic
-        return made
-
-    def length(self, tensor: torch.Tensor, size: int) -> Any:
-        """``len(tensor)`` as a tracked number."""
-        return self._size(tensor, 0, size) if self.recording and not self.frames else size
-
-    def _number(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if tensor is None:
-            return out
-        if name in ("size", "stride"):
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            if dim is None:
-                return self._sizes(tensor, out, name)
-            return self._size(tensor, int(dim), out, name)
-        if name in ("numel", "nelement"):
-            node = self.node_of(tensor)
-            if node.op == "get_attr" or not self.facts[node].varies:
-                return out
-            return symbols.track(out, self, lambda: self._size_node(node, "numel", (), out), self.facts[node].dynamic)
-        return out
-
-    def _read_data(self, func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
-        inputs = tensors_in((args, kwargs))
-        nodes = [self.node_of(tensor) for tensor in inputs]
-        if not any(self.facts[node].varies for node in nodes):
-            return func(*plain_args, **plain_kwargs)
-        where = f"Tensor.{name} in {self._here()}"
-        fake = any(hasattr(tensor, "fake_mode") for tensor in inputs)
-        if name == "item" and not fake:
-            out, node = func(*plain_args, **plain_kwargs), nodes[0]
-            return (
-                symbols.track(out, self, lambda: self._item_node(node, out), True)
-                if type(out) is not bool
-                else (self._specialise(node, out, where))
-            )
-        if len(nodes) == 1 and self.facts[nodes[0]].chance and _certain(nodes[0]):
-            return _outcome(nodes[0]) if fake else func(*plain_args, **plain_kwargs)
-        if not self.guards or fake:
-            raise DataDependent(f"Python reads the contents of a tensor ({where})")
-        out = func(*plain_args, **plain_kwargs)
-        if name in ("numpy", "__array__"):
-            raise DataDependent(f"a tensor is turned into a numpy array ({where})")
-        if len(inputs) != 1:
-            raise DataDependent(f"Python compares the contents of tensors ({where})")
-        return self._specialise(nodes[0], out, where)
-
-    def _item_node(self, node: fx.Node, value: Any) -> fx.Node:
-        made = self.make("call_method", "item", (node,), {})
-        fact = self.facts[made]
-        fact.number, fact.varies, fact.from_data, fact.chance = value, True, True, self.facts[node].chance
-        return made
-
-    def _specialise(self, node: fx.Node, value: Any, where: str) -> Any:
-        if not self.guards:
-            raise DataDependent(f"Python reads the contents of a tensor ({where})")
-        if self.facts[node].chance:
-            if _certain(node):
-                return value
-            raise NotRecordable(f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0")
-        guard = self.make("call_function", intrinsics.check, (node, value, where), {})
-        self.facts[guard].from_data = True
-        return value
-
     def _check_numpy(self, array: Any) -> None:
         if id(array) not in self.values and getattr(array, "size", 1) > 0:
             raise NotRecordable(
                 f"a numpy array of shape {getattr(array, 'shape', ())} becomes a tensor while the model runs; "
-                f"what numpy computed is not in the graph ({self._here()})"
+                f"what numpy computed is not in the graph ({self.here()})"
             )
 
     def _check_inside(self, args: Any, kwargs: Any) -> None:
@@ -590,11 +417,11 @@ class Recorder:
                 inside = frame.prefix is not None and (name.startswith(f"{frame.prefix}.") or self._tied(tensor, frame))
                 if not inside and tensor.requires_grad and frame.prefix != "":
                     raise NotRecordable(
-                        f"parameter {name!r} is used inside {self._here()}, which is kept whole and does not own it"
+                        f"parameter {name!r} is used inside {self.here()}, which is kept whole and does not own it"
                     )
             elif key in self.values and self.facts[self.values[key]].varies:
                 raise NotRecordable(
-                    f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments; "
+                    f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments; "
                     "it is kept whole, so the tensor would not be updated"
                 )
 
@@ -637,106 +464,5 @@ class Recorder:
             return True
         return name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:]))
 
-    def _here(self) -> str:
-        return f"module {self.stack[-1][0]!r} ({type(self.stack[-1][1]).__name__}) at {user_line()}"
-
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def _certain(comparison: fx.Node) -> bool:
-    """Whether a comparison of a uniform random number has one outcome only (a rate of 0 or 1)."""
-    limits = [arg for arg in comparison.args if type(arg) in (int, float)]
-    return len(limits) == 1 and (limits[0] <= 0 or limits[0] >= 1)
-
-
-def _outcome(comparison: fx.Node) -> bool:
-    """The outcome of a certain comparison, without drawing the number."""
-    name = comparison.target if isinstance(comparison.target, str) else comparison.target.__name__
-    values = [arg if type(arg) in (int, float) else 0.5 for arg in comparison.args]
-    return bool(getattr(operator, name.strip("_"))(*values))
-
-
-def _name_of(function: Any) -> str:
-    try:
-        return ops.DUNDERS.get(function) or getattr(function, "__name__", str(function))
-    except TypeError:  # not hashable
-        return str(getattr(function, "__name__", function))
-
-
-def _nameable(function: Any) -> Any:
-    """`function`, or a plain function around it if fx cannot write its name into code."""
-    try:
-        name = fx.node._get_qualified_name(function)
-        if name.startswith("torch."):  # fx trusts that such a name can be looked up
-            found: Any = torch
-            for part in name.split(".")[1:]:
-                found = getattr(found, part)
-            if found is not function:
-                raise AttributeError(name)
-        return function
-    except Exception:
-        return intrinsics.opaque_function(function, getattr(function, "__qualname__", type(function).__name__))
-
-
-def unwrap(value: Any) -> Any:
-    """Arguments with the bare numbers in place of tracked ones."""
-    if symbols.is_tracked(value):
-        return symbols.plain(value)
-    if isinstance(value, torch.Size):
-        return torch.Size([symbols.plain(item) for item in value])
-    if type(value) in (tuple, list):
-        return type(value)(unwrap(item) for item in value)
-    if type(value) is dict:
-        return {key: unwrap(item) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(unwrap(value.start), unwrap(value.stop), unwrap(value.step))
-    return value
-
-
-def tensors_in(value: Any, found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """All tensors in nested arguments."""
-    found = [] if found is None else found
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            tensors_in(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            tensors_in(item, found)
-    elif isinstance(value, slice):
-        tensors_in((value.start, value.stop, value.step), found)
-    return found
-
-
-def has_tensor(value: Any) -> bool:
-    """Whether a result holds tensors, also as attributes of an object."""
-    if tensors_in(value):
-        return True
-    if type(value).__module__ == "numpy":
-        return True
-    return hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and bool(tensors_in(vars(value)))
-
-
-def reached(outs: list[torch.Tensor], edges: dict[Any, fx.Node]) -> set[fx.Node]:
-    """Which inputs get a gradient from these outputs, by walking autograd's graph back to them."""
-    if not edges:
-        return set()
-    found: set[fx.Node] = set()
-    seen = set()
-    todo = []
-    for out in outs:
-        if out.requires_grad and not out.is_inference():
-            edge = torch.autograd.graph.get_gradient_edge(out)
-            todo.append((edge.node, edge.output_nr))
-    while todo:
-        key = todo.pop()
-        if key in seen or key[0] is None:
-            continue
-        seen.add(key)
-        if key in edges:
-            found.add(edges[key])
-            continue
-        todo.extend(key[0].next_functions)
-    return found

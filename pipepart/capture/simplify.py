@@ -14,7 +14,8 @@ from typing import Any
 import torch.fx as fx
 
 from pipepart.capture import intrinsics
-from pipepart.capture.recorder import Fact, Recorder
+from pipepart.capture.facts import Fact
+from pipepart.capture.recorder import Recorder
 
 __all__ = ["simplify"]
 

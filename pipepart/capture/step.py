@@ -11,8 +11,9 @@ import torch
 import torch.nn as nn
 
 from pipepart.capture import trees
-from pipepart.capture.record import Call, describe_leaf, record_call
+from pipepart.capture.record import describe_leaf, record_call
 from pipepart.capture.recording import Input, Recording
+from pipepart.capture.runs import Call
 from pipepart.errors import CaptureError
 
 __all__ = ["STEPS", "record_step"]

@@ -1,0 +1,99 @@
+"""What is seen of an op while it is recorded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+__all__ = ["Fact", "autocast_state", "reached", "storage_of", "user_line", "version_of"]
+
+
+@dataclass
+class Fact:
+    """What was seen when a node was recorded."""
+
+    module: str = ""
+    module_class: str = ""
+    source: str = ""
+    tensor: torch.Tensor | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    nbytes: int = 0
+    requires_grad: bool = False
+    number: Any = None
+    varies: bool = False
+    random: bool = False
+    chance: bool = False
+    """Comes from random numbers alone: no input and no parameter has a part in it."""
+    dynamic: bool = False
+    stateful: bool = False
+    from_data: bool = False
+    grad_mode: bool = True
+    autocast: tuple[Any, ...] = ()
+    reads: set[Any] = field(default_factory=set)
+    writes: set[Any] = field(default_factory=set)
+    mutates: set[Any] = field(default_factory=set)
+    differentiates: set[fx.Node] = field(default_factory=set)
+    rows: tuple[tuple[int, ...], ...] = ()
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """A key that tensors share if they share memory."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return ("object", id(tensor))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """The autocast settings that ops see now."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+
+
+_TORCH = str(torch.__path__[0])
+_HERE = __file__.rpartition("/")[0]
+
+
+def user_line() -> str:
+    """File and line of the innermost frame that belongs neither to torch nor to us."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, _HERE, "<")):
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def reached(outs: list[torch.Tensor], edges: dict[Any, fx.Node]) -> set[fx.Node]:
+    """Which inputs get a gradient from these outputs, by walking autograd's graph back to them."""
+    if not edges:
+        return set()
+    found: set[fx.Node] = set()
+    seen = set()
+    todo = []
+    for out in outs:
+        if out.requires_grad and not out.is_inference():
+            edge = torch.autograd.graph.get_gradient_edge(out)
+            todo.append((edge.node, edge.output_nr))
+    while todo:
+        key = todo.pop()
+        if key in seen or key[0] is None:
+            continue
+        seen.add(key)
+        if key in edges:
+            found.add(edges[key])
+            continue
+        todo.extend(key[0].next_functions)
+    return found

@@ -1,0 +1,15 @@
+"""Why a part of a model cannot be written down as ops."""
+
+from __future__ import annotations
+
+from pipepart.errors import CaptureError
+
+__all__ = ["DataDependent", "NotRecordable"]
+
+
+class NotRecordable(CaptureError):
+    """Something that cannot be written down as ops; keeping the module around it whole may help."""
+
+
+class DataDependent(NotRecordable):
+    """Python control flow (or a Python number) that depends on the contents of a tensor."""

@@ -1,0 +1,162 @@
+"""One recorded run of a call on given leaves, and the settings that a failed run may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from pipepart.capture import state, symbols, trees
+from pipepart.capture.arguments import holds_tensors
+from pipepart.capture.facts import Fact
+from pipepart.capture.failures import NotRecordable
+from pipepart.capture.patches import keep_attributes, outside_rng, recording_patches
+from pipepart.capture.recorder import Recorder, RecordMode
+from pipepart.capture.recording import Input
+
+__all__ = ["Call", "Retry", "Run", "RunFailed", "Settings", "copy_leaf", "eager", "keep_whole", "run_once"]
+
+WHOLE_LIMIT = 0.4
+"""A module that cannot be looked into is kept whole if it has at most this share of the parameters."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is to be recorded: how to run it on flat leaves, and what the leaves are.
+
+    `run` returns the result and the logged values, a list of (name, value, options).
+    """
+
+    root: nn.Module
+    run: Callable[[list[Any]], tuple[Any, list[tuple[str, Any, dict[str, Any]]]]]
+    leaves: tuple[Any, ...]
+    inputs: tuple[Input, ...]
+    tree: trees.Tree
+    step: str | None = None
+
+    @property
+    def what(self) -> str:
+        name = type(self.root).__name__
+        return f"{name}.{self.step}" if self.step else name
+
+
+@dataclass
+class Run:
+    recorder: Recorder
+    outputs: list[Any]
+    output_tree: trees.Tree
+    logs: list[tuple[str, Any, dict[str, Any]]]
+    output_count: int
+    tensors: list[Any]
+    leaves: list[Any]
+
+
+@dataclass
+class Settings:
+    whole: set[str] = field(default_factory=set)
+    guards: bool = False
+    compiling: bool = False
+    history: list[str] = field(default_factory=list)
+
+
+class Retry(Exception):
+    """The settings were changed: record again."""
+
+
+class RunFailed(Exception):
+    def __init__(self, error: Exception, modules: list[str]):
+        super().__init__(str(error))
+        self.error, self.modules = error, modules
+
+
+def keep_whole(root: nn.Module, path: str, settings: Settings, why: str) -> bool:
+    if not path or path in settings.whole:
+        return False
+    total = sum(p.numel() for p in root.parameters()) or 1
+    share = sum(p.numel() for p in root.get_submodule(path).parameters()) / total
+    if share > WHOLE_LIMIT:
+        settings.history.append(
+            f"module {path!r} holds {share:.0%} of the parameters: too large to keep whole ({why[:160]})"
+        )
+        return False
+    settings.whole.add(path)
+    settings.history.append(f"kept {path!r} whole ({why[:160]})")
+    return True
+
+
+def eager(call: Call, leaves: list[Any], mode: Any) -> Any:
+    with ExitStack() as stack:
+        stack.enter_context(state.preserved(call.root))
+        if mode is not None:
+            stack.enter_context(mode)
+        return call.run([copy_leaf(leaf) for leaf in leaves])
+
+
+def copy_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copy = leaf.detach().clone()
+    return copy.requires_grad_() if leaf.requires_grad else copy
+
+
+def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any) -> Run:
+    recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards, mode is not None)
+    with ExitStack() as stack:
+        stack.enter_context(state.preserved(call.root))
+        stack.enter_context(torch.enable_grad())
+        if mode is not None:
+            stack.enter_context(mode)
+        values = []
+        for leaf, spec in zip(leaves, call.inputs):
+            node = recorder.graph.placeholder(spec.name)
+            recorder.facts[node] = Fact(varies=spec.kind != "constant")
+            value = copy_leaf(leaf)
+            if isinstance(value, torch.Tensor):
+                recorder.bind(value, node)
+            elif spec.kind == "number":
+                recorder.facts[node].number = value
+                value = symbols.StepNumber(value, recorder, lambda node=node: node)
+            values.append(value)
+        try:
+            with recording_patches(recorder, settings.compiling), RecordMode(recorder):
+                drawn, attributes = outside_rng(), state.Attributes(call.root)
+                result, logs = call.run(values)
+                if outside_rng() != drawn:
+                    raise NotRecordable("the model draws random numbers outside torch (Python's random or numpy)")
+                keep_attributes(recorder, attributes)
+                outputs, tree = trees.flatten(result)
+                count = len(outputs)
+                logs = [(name, value, _plain_options(options)) for name, value, options in logs]
+                flat = [*outputs, *(value for _, value, _ in logs if not isinstance(value, nn.Module))]
+                nodes = tuple(_output(recorder, value) for value in flat)
+                recorder.recording = False
+        except Exception as error:
+            recorder.recording = False
+            raise RunFailed(error, recorder.failed_in or [""]) from error
+        recorder.facts[recorder.graph.output(nodes)] = Fact()
+        return Run(recorder, list(nodes), tree, logs, count, flat, leaves)
+
+
+def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a log call as constants; a batch size that follows the batch is left to whoever replays it."""
+    return {
+        key: symbols.plain(value)
+        for key, value in options.items()
+        if not (key == "batch_size" and symbols.is_tracked(value))
+    }
+
+
+def _output(recorder: Recorder, value: Any) -> Any:
+    """A leaf of the result as fx sees it; an object of a foreign class that holds tensors cannot be returned."""
+    if isinstance(value, (torch.Tensor, nn.Module)) or symbols.is_tracked(value) or not hasattr(value, "__dict__"):
+        return recorder.argument(value)
+    if holds_tensors(value, 4):
+        recorder.notes.append(
+            f"the result holds a {type(value).__name__}, an object of its own with tensors inside: None is returned for it"
+        )
+        return None
+    return recorder.argument(value)
