@@ -52,8 +52,10 @@ class LinearStates:
         np.subtract.at(change, self._last + 1, self.instance.moved)
         return np.cumsum(change)[: self.instance.classes + 1]
 
-    def loads(self, sources: Ints, targets: Ints, position: Position, limit: int) -> tuple[Ints, Ints]:
-        """Load and traffic of every slice from a source to a target."""
+    def loads(
+        self, sources: Ints, targets: Ints, position: Position, limit: int, *, traffic: bool = True
+    ) -> tuple[Ints, Ints]:
+        """Load of every slice from a source to a target, and its traffic if that is asked for."""
         instance = self.instance
         zero = np.zeros((len(sources), len(targets)), dtype=np.int64)
         received = self._received(sources, targets, instance.received) if instance.recomputes else zero
@@ -63,7 +65,7 @@ class LinearStates:
         if position.wire_out >= 0:
             comm = comm + self._sent(sources, targets, instance.wires[position.wire_out].ticks)
         load = chunk_loads(instance, self.prefixes, sources[:, None], targets[None, :], position, comm, received, limit)
-        return load, self._received(sources, targets, instance.moved)
+        return load, self._received(sources, targets, instance.moved) if traffic else zero
 
     def _received(self, sources: Ints, targets: Ints, weight: Ints) -> Ints:
         near = np.flatnonzero((self._high >= sources[0]) & (self._high < targets[-1]))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from pipepart.partition.downsets import all_downsets
 from pipepart.partition.instance import Instance, make_instance
-from pipepart.partition.lattice import LatticeStates, all_downsets
+from pipepart.partition.lattice import LatticeStates
 from pipepart.partition.linear import LinearStates
 from pipepart.partition.orders import linear_orders
 from pipepart.partition.problem import Problem
@@ -76,7 +77,8 @@ class Prepared:
 
     @property
     def _bytes_per_downset(self) -> int:
-        return self.instance.classes + 2 * len(self.instance.pins) + 1
+        # The bits themselves, the sums and the borders.
+        return self.instance.classes // 8 + 8 * len(self.instance.compute) * 3 + 1000
 
     def forget(self) -> None:
         """Let go of what is too large to be kept for the next question."""

@@ -41,8 +41,11 @@ class States(Protocol):
     complete: bool
     """These are all downsets: the best path over them is the best one there is."""
 
-    def loads(self, sources: Ints, targets: Ints, position: Position, limit: int) -> tuple[Ints, Ints]:
-        """Load and traffic of the chunk between each source and each target; `NEVER` if above the limit or invalid."""
+    def loads(
+        self, sources: Ints, targets: Ints, position: Position, limit: int, *, traffic: bool = True
+    ) -> tuple[Ints, Ints]:
+        """Load of the chunk between each source and each target (`NEVER` if above the limit or invalid), and what it
+        receives, if that is asked for."""
         ...
 
     def members(self, state: int) -> Ints:
@@ -168,7 +171,7 @@ def _step(states: States, front: _Front, targets: Ints, position: Position, limi
     reach, value, parent = [], [], []
     for first, upto, start, end in blocks(states.work, front.index, targets, limit):
         block = targets[start:end]
-        load, traffic = states.loads(front.index[first:upto], block, position, limit)
+        load, traffic = states.loads(front.index[first:upto], block, position, limit, traffic=goal == "traffic")
         cost = _cost(front.value[first:upto, None], load, traffic, limit, goal)
         choice = cost.argmin(axis=0)
         best = cost[choice, np.arange(len(block))]

@@ -27,7 +27,10 @@ class _BytesOver(LinearStates):
         super().__init__(instance, range(instance.classes))
         self.work = np.zeros(instance.classes + 1, dtype=np.int64)
 
-    def loads(self, sources: Ints, targets: Ints, position: Position, limit: int) -> tuple[Ints, Ints]:
+    def loads(
+        self, sources: Ints, targets: Ints, position: Position, limit: int, *, traffic: bool = True
+    ) -> tuple[Ints, Ints]:
+        """Bytes over the limit of every slice; there is no traffic here."""
         instance, sums = self.instance, self.prefixes
         state = sums.state[targets][None, :] - sums.state[sources][:, None]
         saved = sums.saved[targets][None, :] - sums.saved[sources][:, None]

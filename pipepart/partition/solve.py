@@ -30,8 +30,9 @@ __all__ = ["partition"]
 
 _GROWTH = (1.01, 1.03, 1.08, 1.2, 1.5, 2.0, 4.0)
 _WIDEST = 1500
-_MOST_PAIRS = 400_000_000
+_MOST_PAIRS = 40_000_000
 _NO_LIMIT = 1 << 40
+_STEP = 1.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +111,7 @@ def smallest(states: States, route: Route, bound: int, upper: int = NEVER - 1) -
     """
     possible = bound
     limits = [int(bound * factor) + 1 for factor in _GROWTH]
-    for limit in [*(limit for limit in limits if limit < upper), upper]:
+    for limit in [*(limit for limit in limits if limit * _STEP < upper), upper]:
         if states.complete and pairs_to_try(states, route, limit) > _MOST_PAIRS:
             return None, possible
         found = best_path(states, route, limit, widest=_NO_LIMIT if states.complete else _WIDEST)
@@ -165,7 +166,7 @@ def _less_traffic(outcome: _Outcome, route: Route, slack: float) -> _Outcome:
     """The same bottleneck, or one within the slack, with less traffic over the same states."""
     widest = _NO_LIMIT if outcome.states.complete else _WIDEST
     best = outcome.found
-    for share in (0.0, slack):
+    for share in sorted({0.0, slack}):
         limit = int(outcome.found.bottleneck * (1 + share))
         found = best_path(outcome.states, route, limit, goal="traffic", widest=widest)
         # A worse bottleneck must be worth it: at least a twentieth of the traffic.
