@@ -1,10 +1,11 @@
-"""The best schedule for given costs: every fixed one that fits, list schedules made for the costs, and small changes.
+"""The best schedule for given costs: every fixed one that fits, list schedules made for the costs, small changes.
 
 The simulator judges. What comes out is never slower in simulation than the best fixed schedule within the memory limit.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -23,6 +24,8 @@ from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 __all__ = ["Choice", "best_schedule"]
 
 _TIE = 1 + 1e-9
+_VARIED = 150
+"""How many list schedules are tried with varied costs, at most."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,22 @@ def _limits(
     return found if ramp in found else [*found, ramp]
 
 
+def _varied(costs: ChunkCosts, draw: random.Random) -> ChunkCosts:
+    """The same costs a little off, so that list scheduling decides differently where it was a close call."""
+    spread = draw.choice((0.1, 0.3, 0.6))
+
+    def off(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value * draw.uniform(1 - spread, 1 + spread) for value in values)
+
+    return replace(
+        costs,
+        forward=off(costs.forward),
+        backward=off(costs.backward),
+        backward_input=off(costs.backward_input),
+        backward_weight=off(costs.backward_weight),
+    )
+
+
 def best_schedule(
     stages: int,
     microbatches: int,
@@ -92,7 +111,7 @@ def best_schedule(
     placement: Sequence[int] | None = None,
     memory_limit: float | Sequence[float] | None = None,
     split: bool = True,
-    effort: int = 300_000,
+    effort: int = 200_000,
 ) -> Choice:
     """The shortest schedule found for these chunks.
 
@@ -100,6 +119,7 @@ def best_schedule(
     are tried. ``memory_limit`` is what the live activations of a stage may weigh, in the unit of
     ``costs.activation``, for all stages or for each. ``split=False`` leaves out schedules with ``I`` and ``W``.
     ``effort`` bounds the search: about how many actions are scheduled and simulated in all, the fixed ones aside.
+    The same arguments always give the same schedule.
     """
     if placement is None and costs.chunks % stages:
         raise ScheduleError(
@@ -135,23 +155,26 @@ def best_schedule(
                 judged.append((name, time))
                 if best is None or time < best[0]:
                     best = time, schedule
-    size = costs.chunks * microbatches * 3
-    tries = [
+    rounds = max(1, effort // (2 * 3 * costs.chunks * microbatches))
+    ways = [
         (where, policy, limits)
         for policy in _policies(chunks, split)
         for where in placements
         for limits in _limits(stages, microbatches, where, costs, limit)
     ]
-    for where, policy, limits in tries[: max(1, effort // (2 * size))]:
+    draw = random.Random(0)
+    for n in range(min(rounds, len(ways) + _VARIED)):
         if best is not None and best[0] <= bound * _TIE:
             break
-        schedule = list_schedule(where, microbatches, costs, edges=edges, limits=limits, policy=policy)
+        where, policy, limits = ways[n] if n < len(ways) else draw.choice(ways)
+        judged_by = costs if n < len(ways) else _varied(costs, draw)
+        schedule = list_schedule(where, microbatches, judged_by, edges=edges, limits=limits, policy=policy)
         time = step_time(schedule, costs, edges)
         if (best is None or time < best[0] / _TIE) and fits(schedule):
             best = time, schedule
     assert best is not None
     if best[0] > bound * _TIE:
-        time, schedule = improve(best[1], costs, edges, fits=fits, rounds=effort // (2 * size), bound=bound)
+        time, schedule = improve(best[1], costs, edges, fits=fits, rounds=min(rounds, 300), bound=bound)
         if time < best[0] / _TIE:
             best = time, replace(schedule, name="auto")
     return Choice(best[1], best[0], bound, tuple(judged))

@@ -151,10 +151,16 @@ def test_auto_works_with_less_memory_than_any_fixed_schedule_needs():
     assert choice.gap < 0.07
     choice = best_schedule(4, 8, costs, memory_limit=2.0)
     assert choice.fixed == ()
-    assert choice.gap < 0.1
+    assert choice.gap < 0.15
     assert max(peak_activations(choice.schedule)) <= 2
     with pytest.raises(ScheduleError, match=r"stage 0: one micro-batch keeps 1 of activations, the limit is 0\.5"):
         best_schedule(4, 8, costs, memory_limit=0.5)
+
+
+def test_auto_gives_the_same_answer_every_time():
+    costs = ChunkCosts((1.0, 0.7, 1.2), (1.0, 0.9, 1.4), (0.4, 0.5, 0.9), send_forward={(0, 1): 0.3, (1, 2): 0.1})
+    first, second = (best_schedule(3, 6, costs, memory_limit=3.0) for _ in range(2))
+    assert first.schedule.actions == second.schedule.actions
 
 
 def test_auto_keeps_a_given_placement_and_refuses_what_does_not_fit_together():
