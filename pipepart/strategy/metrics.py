@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,20 @@ from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
 from pipepart.strategy.effects import outer_metrics
 
-__all__ = ["connect_metrics"]
+__all__ = ["connect_metrics", "on_this_rank"]
+
+_alone = False
+
+
+@contextmanager
+def on_this_rank() -> Iterator[None]:
+    """Inside, metrics compute for this rank alone (their forward does that for the value of a batch)."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def connect_metrics(module: LightningModule, runtime: StageRuntime) -> Callable[[], None]:
@@ -60,6 +74,8 @@ def _put_back(metric: Metric, process_group: Any, available: Any) -> None:
 
 def _shared_compute(own: Callable[..., Any], runtime: StageRuntime) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
+        if _alone:
+            return own(*args, **kwargs)
         message: tuple[str | None, Any] = (None, None)
         failure: Exception | None = None
         assert runtime.groups is not None
@@ -77,5 +93,4 @@ def _shared_compute(own: Callable[..., Any], runtime: StageRuntime) -> Callable[
                 raise PipelineError(f"the last stage could not compute a metric: {text}")
             return pytree.tree_map(lambda x: x.to(runtime.device) if isinstance(x, torch.Tensor) else x, value)
 
-    compute.own = own  # type: ignore[attr-defined]
     return compute

@@ -22,6 +22,7 @@ from pipepart.runtime.microbatch import MicrobatchSizes
 from pipepart.runtime.program import StepResult
 from pipepart.strategy.effects import Effect, Effects, outer_metrics
 from pipepart.strategy.lazy import Later
+from pipepart.strategy.metrics import on_this_rank
 
 __all__ = ["merge_values", "replay"]
 
@@ -51,7 +52,8 @@ def _from_last_stage(
     failure: Exception | None = None
     if runtime.is_last:
         try:
-            message = (None, _values(effects, result, metrics))
+            with on_this_rank():
+                message = (None, _values(effects, result, metrics))
         except Exception as error:
             failure = error
             message = (f"{type(error).__name__}: {error}", {})
@@ -86,7 +88,7 @@ def _values(effects: Effects, result: StepResult, metrics: Mapping[str, Any]) ->
 
 def _feed(effect: Effect, metric: Any, result: StepResult, known: dict[int, Any]) -> Any:
     """Call the metric with the whole batch, or once for each micro-batch if its arguments cannot be put together."""
-    call = _own_compute(metric) if effect.kind == "compute" else getattr(metric, effect.kind)
+    call = getattr(metric, effect.kind)
     parts = {position: result.outputs[index] for position, index in effect.outputs.items()}
     if all(_can_merge(part, effect.laws[position], result.sizes) for position, part in parts.items()):
         whole = {p: merge_values(part, effect.laws[p], result.sizes, "mean") for p, part in parts.items()}
@@ -102,10 +104,6 @@ def _feed(effect: Effect, metric: Any, result: StepResult, known: dict[int, Any]
     if isinstance(metric, Metric):
         metric._forward_cache = value
     return value
-
-
-def _own_compute(metric: Any) -> Any:
-    return getattr(metric.compute, "own", metric.compute)
 
 
 def _arguments(effect: Effect, recorded: Mapping[int, Any], known: Mapping[int, Any]) -> tuple[Any, Any]:

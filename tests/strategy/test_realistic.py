@@ -1,0 +1,78 @@
+"""Realistic LightningModules, unmodified: weights, losses, logs, hooks and learning rates as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from realistic import MICRO_STATISTICS, MODULES, build
+from support.ranks import run_ranks
+from watching import MicrobatchesByHand, run_fit
+
+from pipepart import PipelineStrategy
+
+MICROBATCHES = 3
+
+
+def _pipelines(names: list[str], stages: int, devices: int) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        module, train, val = build(name)
+        strategy = PipelineStrategy(stages=stages, microbatches=MICROBATCHES)
+        found[name] = run_fit(module, train, val, strategy, devices)
+        found[name]["epoch_values"] = getattr(module, "epoch_values", None)
+    return found
+
+
+_references: dict[str, Any] = {}
+
+
+def _reference(name: str) -> dict[str, Any]:
+    """Plain Lightning on one device, with the whole batch at once where that is the same thing."""
+    if name not in _references:
+        module, train, val = build(name)
+        strategy = MicrobatchesByHand(MICROBATCHES) if name in MICRO_STATISTICS else "auto"
+        _references[name] = run_fit(module, train, val, strategy, 1)
+        _references[name]["epoch_values"] = getattr(module, "epoch_values", None)
+    return _references[name]
+
+
+def _check(name: str, answers: list[dict[str, Any]]) -> None:
+    expected = _reference(name)
+    for rank, answer in enumerate(answers):
+        got = answer[name]
+        where = f"{name} on rank {rank}"
+        assert got["order"] == expected["order"], f"{where}: hooks"
+        assert (got["step"], got["epoch"]) == (expected["step"], expected["epoch"]), where
+        assert got["rates"] == expected["rates"], where
+        assert got["losses"] == pytest.approx(expected["losses"], rel=2e-5), where
+        assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-6), where
+        if expected["epoch_values"] is not None:
+            assert got["epoch_values"] == pytest.approx(expected["epoch_values"], rel=1e-5), where
+    written = answers[0][name]["logged"]
+    assert [(step, list(line)) for step, line in written] == [(step, list(line)) for step, line in expected["logged"]], name
+    for (_, line), (_, wanted) in zip(written, expected["logged"]):
+        assert line == pytest.approx(wanted, rel=1e-4, abs=1e-6), name
+    state = answers[0][name]["state"]
+    assert list(state) == list(expected["state"]), name
+    for key, value in expected["state"].items():
+        difference = (state[key].float() - value.float()).abs().max()
+        assert difference <= 3e-5 * value.float().abs().max() + 1e-7, f"{name}: {key} differs by {difference}"
+
+
+@pytest.mark.parametrize(("stages", "devices"), [(2, 2), (3, 3), (2, 4)])
+@pytest.mark.slow
+def test_equal_to_one_device(stages: int, devices: int) -> None:
+    answers = run_ranks(devices, _pipelines, list(MODULES), stages, devices, timeout=170)
+    for name in MODULES:
+        _check(name, answers)
+
+
+def test_classifier_equal_to_one_device() -> None:
+    """The quick one of them: metrics, lists, returned values."""
+    _check("classifier", run_ranks(2, _pipelines, ["classifier"], 2, 2))
+
+
+@pytest.mark.slow
+def test_three_stages_two_replicas() -> None:
+    _check("classifier", run_ranks(6, _pipelines, ["classifier"], 3, 6, timeout=150))
