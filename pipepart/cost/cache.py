@@ -20,6 +20,9 @@ from pipepart.cost.profile import Context, profile
 
 __all__ = ["cache_folder", "profiled"]
 
+_VERSION = 2
+"""Of what a measurement means: older ones are measured again."""
+
 
 def cache_folder() -> Path:
     """Where measurements are kept: PIPEPART_CACHE, or the user's cache folder."""
@@ -50,7 +53,7 @@ def profiled(
 def _key(recording: Recording, leaves: Sequence[Any], variant: str) -> str:
     shapes = [(list(v.shape), str(v.dtype), v.device.type) if isinstance(v, torch.Tensor) else repr(v) for v in leaves]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    parts = [1, recording.hash, shapes, variant, device, torch.__version__, torch.get_num_threads()]
+    parts = [_VERSION, recording.hash, shapes, variant, device, torch.__version__, torch.get_num_threads()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +18,11 @@ from pipepart.cost.costs import OpCosts
 
 __all__ = ["profile"]
 
-_REPEATS = (3, 15)  # at least, at most
-_BUDGET = 0.02  # seconds per op and direction
+_REPEATS = (3, 15)  # of one kind of op: at least, at most
+_AGAIN = 2  # of a further op of a kind that was measured before
+_BUDGET = 0.02  # seconds per kind of op and direction
+_STEPS = (5, 20)  # of the whole step: at least, at most
+_STEP_BUDGET = 1.0  # seconds for the whole step
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -30,11 +32,16 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
 
     An op that runs alone has other costs than in the step (dispatch, caches, the start of the autograd engine), so the
     times are scaled to add up to the measured forward and backward of the whole step.
+
+    Ops of one kind (the same module or function on the same shapes, as in the layers of a transformer) share their
+    measurements: they cost the same, and a busy machine must not make one layer look slower than its twin. Of all
+    repeats the lower quartile counts: what disturbs a measurement only ever makes it longer.
     """
     module = recording.graph_module()
     with _state_kept(recording.root):
         single = _OpProfiler(module, context)
         single.run(*leaves)
+        single.settle()
         forward, backward = _whole_step(module, leaves, recording.loss_index, context)
     names = [node.name for node in recording.ops]
     found = [single.found.get(name, _Measured()) for name in names]
@@ -54,7 +61,30 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
 
 
 @dataclass
+class _Kind:
+    """All measurements of ops that do the same on the same shapes."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    inputs_only: list[float] = field(default_factory=list)
+    """The backward without the gradients of parameters."""
+
+    def repeats(self) -> Iterator[int]:
+        """Repeat numbers: at least a few, then until the budget of time is used; fewer for an op of a known kind."""
+        if self.forward:
+            yield from range(_AGAIN)
+            return
+        least, most = _REPEATS
+        for repeat in range(most):
+            if repeat >= least and sum(self.forward) + sum(self.backward) > 2 * _BUDGET:
+                return
+            yield repeat
+
+
+@dataclass
 class _Measured:
+    kind: _Kind = field(default_factory=_Kind)
+    trained: bool = False
     forward: float = 0.0
     backward: float = 0.0
     weight: float = 0.0
@@ -73,12 +103,21 @@ class _OpProfiler(fx.Interpreter):
         self._makers: dict[int, str] = {}
         """Storage -> the op that made it. A tensor saved by several ops counts once, for the first that saves it."""
         self._saved: set[tuple[str, int]] = set()
+        self._kinds: dict[str, _Kind] = {}
+
+    def settle(self) -> None:
+        """When all ops have run: the times of each op from the measurements of its kind."""
+        for op in self.found.values():
+            if op.kind.forward:
+                op.forward, op.backward = _typical(op.kind.forward), _typical(op.kind.backward)
+                op.weight = max(0.0, op.backward - _typical(op.kind.inputs_only)) if op.trained else 0.0
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
-        measured = self.found[n.name] = _Measured()
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        signature = self._signature(n, args, kwargs)
+        measured = self.found[n.name] = _Measured(self._kinds.setdefault(signature, _Kind()))
         inplace = "op" in n.meta and n.meta["op"].inplace
         call = lambda a, k: getattr(self, n.op)(n.target, a, k)  # noqa: E731
         weights = self._weights(n)
@@ -92,6 +131,18 @@ class _OpProfiler(fx.Interpreter):
             measured.saved_bytes += 0 if key in self._saved else size
             self._saved.add(key)
         return result
+
+    def _signature(self, n: fx.Node, args: Any, kwargs: Any) -> str:
+        """What decides the cost of an op: ops with one signature are of one kind."""
+
+        def shown(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return f"{tuple(value.shape)}{value.stride()}{value.dtype}{value.requires_grad}"
+            return value
+
+        what = repr(self.fetch_attr(str(n.target))) if n.op == "call_module" else str(n.target)
+        trained = [p.requires_grad for p in self._weights(n)]
+        return f"{n.op} {what} {trained} {fx.node.map_aggregate((args, kwargs), shown)!r}"
 
     def _weights(self, n: fx.Node) -> list[nn.Parameter]:
         found: dict[int, nn.Parameter] = {}
@@ -114,12 +165,11 @@ class _OpProfiler(fx.Interpreter):
     ) -> tuple[Any, dict[int, int]]:
         """The op's result, and the storages (with their sizes) that it keeps for its backward."""
         trainable = [p for p in weights if p.requires_grad]
-        forward: list[float] = []
-        backward: list[float] = []
-        inputs_only: list[float] = []
+        kind, measured.trained = measured.kind, bool(trainable)
+        forward, backward, inputs_only = kind.forward, kind.backward, kind.inputs_only
         result: Any = None
         saved = _SavedBytes({p.untyped_storage().data_ptr() for p in weights})
-        for repeat in _until_steady(forward, backward):
+        for repeat in kind.repeats():
             leaves: list[torch.Tensor] = []
             fresh = fx.node.map_aggregate((args, kwargs), functools.partial(_leaf, leaves, inplace))
             with saved.hooks() if repeat == 0 else nullcontext(), self._context():
@@ -141,8 +191,6 @@ class _OpProfiler(fx.Interpreter):
             backward.append(_timed_grad(roots, sources, ones, retain=False))
             if not split:
                 inputs_only.append(0.0 if trainable else backward[-1])
-        measured.forward, measured.backward = statistics.median(forward), statistics.median(backward)
-        measured.weight = max(0.0, measured.backward - statistics.median(inputs_only)) if trainable else 0.0
         return result, saved.found
 
 
@@ -167,13 +215,9 @@ def _pointer(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _until_steady(forward: Sequence[float], backward: Sequence[float]) -> Iterator[int]:
-    """Repeat numbers: at least a few, then until the budget of time is used."""
-    least, most = _REPEATS
-    for repeat in range(most):
-        if repeat >= least and sum(forward) + sum(backward) > 2 * _BUDGET:
-            return
-        yield repeat
+def _typical(seconds: Sequence[float]) -> float:
+    """The lower quartile."""
+    return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 
 def _timed_grad(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence[Any], retain: bool) -> float:
@@ -207,9 +251,13 @@ def _whole_step(
     module: fx.GraphModule, leaves: Sequence[Any], loss_index: int | None, context: Context
 ) -> tuple[float, float]:
     """Seconds of the forward and the backward of the whole step."""
-    forward, backward = [], []
+    forward: list[float] = []
+    backward: list[float] = []
     parameters = [p for p in module.parameters() if p.requires_grad]
-    for _ in range(5):
+    least, most = _STEPS
+    for repeat in range(most):
+        if repeat >= least and sum(forward) + sum(backward) > _STEP_BUDGET:
+            break
         with context():
             started = time.perf_counter()
             outputs = module(*leaves)
@@ -219,7 +267,8 @@ def _whole_step(
             torch.autograd.grad(outputs[loss_index], parameters, allow_unused=True)
             backward.append(time.perf_counter() - started)
         del outputs
-    return statistics.median(forward), statistics.median(backward) if backward else 0.0
+    # The first one warms up: it allocates what the others use again.
+    return _typical(forward[1:]), _typical(backward[1:])
 
 
 def _scale(whole: float, parts: Iterator[float] | Any) -> float:

@@ -1,7 +1,7 @@
 """Planning: the frozen plan, how it is made, and how it is laid over other steps of the same model."""
 
 from pipepart.planning.describe import describe, format_bytes, format_seconds
-from pipepart.planning.plan import ChunkPlan, Plan, Traffic
+from pipepart.planning.plan import ChunkPlan, Plan, StageMemory, Traffic
 from pipepart.planning.planner import Request, auto_microbatches, check_request, make_plan
 from pipepart.planning.transfer import transfer
 
@@ -9,6 +9,7 @@ __all__ = [
     "ChunkPlan",
     "Plan",
     "Request",
+    "StageMemory",
     "Traffic",
     "auto_microbatches",
     "check_request",

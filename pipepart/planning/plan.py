@@ -13,7 +13,7 @@ from typing import Any
 from pipepart.errors import PlanError
 from pipepart.schedule import ChunkCosts, Edges, Schedule, Timeline, make_schedule, simulate
 
-__all__ = ["VERSION", "ChunkPlan", "Plan", "Traffic"]
+__all__ = ["VERSION", "ChunkPlan", "Plan", "StageMemory", "Traffic"]
 
 VERSION = 1
 
@@ -42,6 +42,21 @@ class ChunkPlan:
     @property
     def backward(self) -> float:
         return self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one stage holds at the peak of the step, by what they are for."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Saved for the backward of all micro-batches in flight, and what a chunk that recomputes makes again."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,14 @@ class Plan:
     """Simulated step time of simpler partitions under the same schedule, by name."""
     recompute: tuple[bool, ...] = ()
     """Per chunk: keep only its inputs, and run its forward again before its backward. Empty: no chunk does."""
+    memory: tuple[StageMemory, ...] = ()
+    """Per stage."""
+    memory_limit: float | None = None
+    """Bytes that a stage may use: the least over the devices; None: not known."""
+    cluster: str = ""
+    """The cluster that the plan was made for; empty: the devices that run it."""
+    tried: tuple[tuple[str, float], ...] = ()
+    """The best simulated step time of other shapes and schedules that were tried, by what they are."""
     version: int = VERSION
 
     @property
@@ -213,6 +236,8 @@ def _thaw(name: str, value: Any) -> Any:
         return tuple(ChunkPlan(**chunk) for chunk in value)
     if name == "traffic":
         return tuple(Traffic(**item) for item in value)
-    if name == "baselines":
+    if name == "memory":
+        return tuple(StageMemory(**item) for item in value)
+    if name in ("baselines", "tried"):
         return tuple((str(key), float(seconds)) for key, seconds in value)
     return tuple(value) if isinstance(value, list) else value

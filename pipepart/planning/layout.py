@@ -1,0 +1,106 @@
+"""Where a mesh of replicas x stages lies: the device of each stage, and the links between stages and between replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipepart.cost.cluster import Cluster, DeviceKind
+from pipepart.errors import PlanError
+from pipepart.partition import Link
+
+__all__ = ["GROUP_LINK", "LOCAL_LINK", "Layout"]
+
+LOCAL_LINK = Link(bandwidth=4e9, latency=80e-6)
+"""Shared memory between processes of one host, as measured on two cores with both busy."""
+
+GROUP_LINK = Link(bandwidth=1.0e9, latency=300e-6)
+"""Collectives by gloo between processes of one host, as measured on two cores."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The devices under a mesh, ``rank = replica * stages + stage``. A stage is as slow as the slowest of its replicas."""
+
+    stages: int
+    replicas: int
+    memory: tuple[float, ...]
+    """Bytes that a stage may use."""
+    kinds: tuple[str, ...] = ()
+    """The kind of device of each stage (the slowest over the replicas); empty where that is not known."""
+    cluster: Cluster | None = None
+    within: Link = LOCAL_LINK
+    """The link between stages where there is no cluster."""
+    across: Link = GROUP_LINK
+    """The link between replicas where there is no cluster, or where its devices sum by other means than they send."""
+
+    @staticmethod
+    def uniform(stages: int, replicas: int, *, memory: float = math.inf, link: Link = LOCAL_LINK) -> Layout:
+        """Equal devices with equal links."""
+        return Layout(stages, replicas, (memory,) * stages, within=link)
+
+    @staticmethod
+    def on(cluster: Cluster, stages: int, replicas: int, *, memory_limit: float | None = None) -> Layout:
+        """The first ``stages * replicas`` devices of a cluster."""
+        if stages * replicas > cluster.size:
+            raise PlanError(
+                f"{replicas} replica(s) x {stages} stage(s) need {replicas * stages} devices, but cluster {cluster.name!r} "
+                f"has {cluster.size}. Use devices={replicas * stages} to plan for more of them, or fewer stages."
+            )
+        devices = cluster.devices
+        of_stage = [[devices[replica * stages + stage] for replica in range(replicas)] for stage in range(stages)]
+        limit = math.inf if memory_limit is None else memory_limit
+        return Layout(
+            stages,
+            replicas,
+            tuple(min(limit, *(kind.memory for kind in kinds), math.inf) for kinds in of_stage),
+            tuple(_slowest(kinds).name for kinds in of_stage),
+            cluster,
+        )
+
+    @cached_property
+    def _node_of(self) -> list[int]:
+        assert self.cluster is not None
+        return [index for index, node in enumerate(self.cluster.nodes) for _ in node.devices]
+
+    def link(self, a: int, b: int) -> Link:
+        """The slowest link between two stages over all replicas."""
+        if self.cluster is None:
+            return self.within
+        found = {
+            self._link_name(replica * self.stages + a, replica * self.stages + b) for replica in range(self.replicas)
+        }
+        return self._worst(found)
+
+    def between_replicas(self, stage: int) -> Link:
+        """The slowest link on the ring of the replicas of a stage."""
+        if self.cluster is None:
+            return self.across
+        if self.cluster.kinds[self.kinds[stage]].name == "core":  # collectives of CPU processes do not share memory
+            return self.across
+        ranks = [replica * self.stages + stage for replica in range(self.replicas)]
+        return self._worst({self._link_name(a, b) for a, b in zip(ranks, ranks[1:] + ranks[:1]) if a != b})
+
+    def reduce_seconds(self, stage: int, size: float) -> float:
+        """Summing gradients of so many bytes over the replicas of a stage by a ring."""
+        if self.replicas == 1 or size <= 0:
+            return 0.0
+        link = self.between_replicas(stage)
+        rounds = 2 * (self.replicas - 1)
+        return rounds * (link.latency + size / self.replicas / link.bandwidth)
+
+    def _link_name(self, a: int, b: int) -> str:
+        assert self.cluster is not None
+        node, other = self._node_of[a], self._node_of[b]
+        return self.cluster.nodes[node].link if node == other else self.cluster.network
+
+    def _worst(self, names: set[str]) -> Link:
+        assert self.cluster is not None
+        links = [self.cluster.links[name] for name in sorted(names)]
+        return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
+
+
+def _slowest(kinds: Sequence[DeviceKind]) -> DeviceKind:
+    return min(kinds, key=lambda kind: (max(kind.flops.values()) * kind.efficiency, kind.name))

@@ -1,0 +1,287 @@
+"""What a split means in figures: times, bytes and traffic of every chunk, and the memory of every stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipepart.cost import OpCosts
+from pipepart.graph import OpGraph
+from pipepart.partition import Link
+from pipepart.planning.layout import Layout
+from pipepart.planning.plan import ChunkPlan, StageMemory, Traffic
+from pipepart.schedule import ChunkCosts, Edges, Schedule, peak_activations
+
+__all__ = ["ParameterSizes", "Priced", "Pricing", "chunk_peaks"]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+ParameterSizes = Mapping[str, tuple[int, int]]
+"""Parameter name -> (elements, bytes)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """One split on one placement, before the choice of what is recomputed."""
+
+    placement: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    saved: tuple[float, ...]
+    received: tuple[float, ...]
+    parameter_bytes: tuple[float, ...]
+    trained_bytes: tuple[float, ...]
+    reduce: tuple[float, ...]
+    traffic: Mapping[tuple[int, int], tuple[float, float, float, float]]
+    """(source, target) -> bytes and seconds ahead, bytes and seconds back; by source and target."""
+
+    @cached_property
+    def edges(self) -> Edges:
+        back = [pair for pair, cost in self.traffic.items() if cost[2]]
+        return Edges.of(len(self.placement), self.traffic, back)
+
+    def costs(self, recompute: Sequence[bool]) -> ChunkCosts:
+        """What the simulator takes."""
+        return ChunkCosts(
+            forward=self.forward,
+            backward_input=self.backward_input,
+            backward_weight=self.backward_weight,
+            recompute=tuple(f if again else 0.0 for f, again in zip(self.forward, recompute)),
+            activation=tuple(r if again else s for r, s, again in zip(self.received, self.saved, recompute)),
+            send_forward={pair: cost[1] for pair, cost in self.traffic.items()},
+            send_backward={pair: cost[3] for pair, cost in self.traffic.items() if cost[2]},
+            reduce=self.reduce,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pricing:
+    """The arithmetic for one graph on one mesh with one micro-batch size."""
+
+    graph: OpGraph
+    costs: tuple[OpCosts, ...]
+    """One for all stages, or one per stage."""
+    sizes: ParameterSizes
+    layout: Layout
+    optimizer_factor: float = 2.0
+    frozen: Collection[str] = ()
+    """Parameters without gradient and optimizer state."""
+
+    @cached_property
+    def _times(self) -> tuple[tuple[Floats, Floats, Floats], ...]:
+        return tuple(
+            (np.asarray(c.forward), np.asarray(c.backward_input), np.asarray(c.backward_weight)) for c in self.costs
+        )
+
+    @cached_property
+    def _saved(self) -> Floats:
+        return np.asarray(self.costs[0].saved_bytes, dtype=np.float64)
+
+    @cached_property
+    def sent(self) -> Floats:
+        """Bytes of each op's output; replicable ops (masks, positions) are copied where they are used, never sent."""
+        sizes = zip(self.graph.ops, self.costs[0].output_bytes)
+        return np.array([0.0 if op.replicable else float(size) for op, size in sizes])
+
+    @cached_property
+    def sent_back(self) -> Floats:
+        """Bytes of the gradient of each op's output."""
+        return np.where([op.requires_grad for op in self.graph.ops], self.sent, 0.0)
+
+    @cached_property
+    def _edges(self) -> tuple[Ints, Ints]:
+        pairs = [(a, b) for a, b in self.graph.edges if not self.graph.ops[a].replicable]
+        table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
+
+    @cached_property
+    def _uses(self) -> tuple[Ints, Ints, Floats, Floats]:
+        """(op, parameter) for every use of a parameter; bytes of every parameter, and those that are trained."""
+        number = {name: i for i, name in enumerate(self.sizes)}
+        uses = [(i, number[name]) for i, op in enumerate(self.graph.ops) for name in op.parameters]
+        table = np.array(uses, dtype=np.int64).reshape(-1, 2)
+        size = np.array([float(self.sizes[name][1]) for name in number])
+        trained = np.array([0.0 if name in self.frozen else float(self.sizes[name][1]) for name in number])
+        return table[:, 0], table[:, 1], size, trained
+
+    def price(self, chunk_of: Sequence[int] | Ints, placement: Sequence[int]) -> Priced:
+        """The figures of one split."""
+        chunk = np.asarray(chunk_of, dtype=np.int64)
+        count = len(placement)
+        times = [
+            tuple(np.bincount(chunk, weights=column, minlength=count) for column in columns) for columns in self._times
+        ]
+
+        def at(chunk_index: int, column: int) -> float:
+            stage = placement[chunk_index] if len(times) > 1 else 0
+            return float(times[stage][column][chunk_index])
+
+        held, trained = self._held(chunk, count)
+        traffic = self._traffic(chunk, placement)
+        received = [0.0] * count
+        for (_, target), cost in traffic.items():
+            received[target] += cost[0]
+        return Priced(
+            placement=tuple(placement),
+            forward=tuple(at(c, 0) for c in range(count)),
+            backward_input=tuple(at(c, 1) for c in range(count)),
+            backward_weight=tuple(at(c, 2) for c in range(count)),
+            saved=tuple(np.bincount(chunk, weights=self._saved, minlength=count).tolist()),
+            received=tuple(received),
+            parameter_bytes=tuple(held.tolist()),
+            trained_bytes=tuple(trained.tolist()),
+            reduce=tuple(self.layout.reduce_seconds(s, float(b)) for s, b in zip(placement, trained)),
+            traffic=traffic,
+        )
+
+    def _held(self, part_of: Ints, count: int) -> tuple[Floats, Floats]:
+        """Parameter bytes, and those that are trained, of each part (chunk or stage): a parameter counts once in each."""
+        op, parameter, size, trained = self._uses
+        if not len(op):
+            return np.zeros(count), np.zeros(count)
+        keys = np.unique(part_of[op] * len(size) + parameter)
+        part, which = keys // len(size), keys % len(size)
+
+        def total(values: Floats) -> Floats:
+            return np.bincount(part, weights=values[which], minlength=count).astype(np.float64)
+
+        return total(size), total(trained)
+
+    def _traffic(
+        self, chunk: Ints, placement: Sequence[int]
+    ) -> dict[tuple[int, int], tuple[float, float, float, float]]:
+        count = len(placement)
+        source, target = self._edges
+        crosses = chunk[source] != chunk[target]
+        # A tensor is sent once to each chunk that uses it.
+        keys = np.unique(source[crosses] * count + chunk[target[crosses]])
+        sender = keys // count
+        pairs, which = np.unique(chunk[sender] * count + keys % count, return_inverse=True)
+        ahead = np.bincount(which, weights=self.sent[sender], minlength=len(pairs))
+        back = np.bincount(which, weights=self.sent_back[sender], minlength=len(pairs))
+        found = {}
+        for pair, there, again in zip(pairs.tolist(), ahead.tolist(), back.tolist()):
+            a, b = divmod(pair, count)
+            seconds = (0.0, 0.0)
+            if placement[a] != placement[b]:
+                link = self._link(placement[a], placement[b])
+                seconds = (link.seconds(there), link.seconds(again))
+            found[a, b] = (there, seconds[0], again, seconds[1])
+        return found
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], Link]:
+        return {}
+
+    def _link(self, a: int, b: int) -> Link:
+        pair = (min(a, b), max(a, b))
+        if pair not in self._links:
+            self._links[pair] = self.layout.link(*pair)
+        return self._links[pair]
+
+    # ---- memory
+
+    def memory(
+        self, chunk_of: Sequence[int] | Ints, priced: Priced, schedule: Schedule, recompute: Sequence[bool]
+    ) -> tuple[StageMemory, ...]:
+        """What each stage holds at the peak of the schedule."""
+        costs = priced.costs(recompute)
+        peaks = peak_activations(schedule, costs.activation, costs.kept_for_weight)
+        stage_of = np.asarray(priced.placement, dtype=np.int64)[np.asarray(chunk_of, dtype=np.int64)]
+        held, trained = self._held(stage_of, schedule.stages)
+        found = []
+        for stage in range(schedule.stages):
+            mine = [c for c, home in enumerate(priced.placement) if home == stage]
+            # A chunk that recomputes holds all that it saves again, for the micro-batch that it is at.
+            working = max((priced.saved[c] for c in mine if recompute[c]), default=0.0)
+            found.append(
+                StageMemory(
+                    weights=int(held[stage]),
+                    gradients=int(trained[stage]),
+                    optimizer=int(trained[stage] * self.optimizer_factor),
+                    activations=math.ceil(peaks[stage] + working),
+                )
+            )
+        return tuple(found)
+
+    def fitting_recompute(
+        self, chunk_of: Sequence[int] | Ints, priced: Priced, schedule: Schedule, wish: bool | str
+    ) -> tuple[tuple[bool, ...], float, int]:
+        """What is recomputed so that every stage fits; the bytes by which the worst one does not, and which that is.
+
+        Chunks of a stage change to recomputation one by one, the one that saves most per second of extra work first.
+        """
+        count = len(priced.placement)
+        again = [wish is True] * count
+        memory = self.memory(chunk_of, priced, schedule, again)
+        over = [m.total - limit for m, limit in zip(memory, self.layout.memory)]
+        if wish == "auto" and max(over) > 0:
+            in_flight = chunk_peaks(schedule)
+            for stage in [s for s, bytes_over in enumerate(over) if bytes_over > 0]:
+                mine = [c for c, home in enumerate(priced.placement) if home == stage]
+                saving = {c: in_flight[c] * (priced.saved[c] - priced.received[c]) for c in mine}
+                for c in sorted(mine, key=lambda c: (priced.forward[c] / max(saving[c], 1e-30), c)):
+                    if saving[c] <= priced.saved[c]:
+                        continue  # with one micro-batch in flight nothing is won
+                    again[c] = True
+                    memory = self.memory(chunk_of, priced, schedule, again)
+                    if memory[stage].total <= self.layout.memory[stage]:
+                        break
+            over = [m.total - limit for m, limit in zip(memory, self.layout.memory)]
+        worst = max(range(len(over)), key=over.__getitem__)
+        return tuple(again), max(0.0, over[worst]), worst
+
+    # ---- for the plan
+
+    def chunk_plans(self, chunk_of: Sequence[int], priced: Priced) -> tuple[ChunkPlan, ...]:
+        members: list[list[int]] = [[] for _ in priced.placement]
+        for op, chunk in enumerate(chunk_of):
+            members[chunk].append(op)
+        found = []
+        for index, ops in enumerate(members):
+            names = {name for op in ops for name in self.graph.ops[op].parameters}
+            paths = [self.graph.ops[op].module for op in ops if self.graph.ops[op].module]
+            found.append(
+                ChunkPlan(
+                    stage=priced.placement[index],
+                    ops=len(ops),
+                    first=paths[0] if paths else "-",
+                    last=paths[-1] if paths else "-",
+                    parameters=sum(self.sizes[name][0] for name in names),
+                    parameter_bytes=int(priced.parameter_bytes[index]),
+                    saved_bytes=int(priced.saved[index]),
+                    forward=priced.forward[index],
+                    backward_input=priced.backward_input[index],
+                    backward_weight=priced.backward_weight[index],
+                    received_bytes=int(priced.received[index]),
+                    reduce=priced.reduce[index],
+                )
+            )
+        return tuple(found)
+
+    def traffic_plans(self, priced: Priced) -> tuple[Traffic, ...]:
+        return tuple(
+            Traffic(*pair, int(there), int(back), seconds, seconds_back)
+            for pair, (there, seconds, back, seconds_back) in sorted(priced.traffic.items())
+        )
+
+
+def chunk_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """Per chunk: the most micro-batches whose activations it holds at once."""
+    live = [0] * schedule.chunks
+    peak = [0] * schedule.chunks
+    for actions in schedule.actions:
+        for action in actions:
+            if action.kind == "F":
+                live[action.chunk] += 1
+                peak[action.chunk] = max(peak[action.chunk], live[action.chunk])
+            elif action.kind in ("B", "W"):
+                live[action.chunk] -= 1
+    return tuple(peak)
