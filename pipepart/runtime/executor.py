@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from pipepart.errors import PipelineError
 from pipepart.runtime.deferred import WeightWork, defer_weights, deferring
 from pipepart.runtime.mailbox import Announced, Inbox, Outbox
 from pipepart.runtime.messages import Routes, TensorSpec
+from pipepart.runtime.recompute import RandomState, again
 from pipepart.runtime.transport import Transport
 from pipepart.schedule import Action, Event, Message, Schedule, channels
 
@@ -43,6 +44,10 @@ class _Stash:
     """Imported tensors whose gradients will be sent back, by edge name."""
     roots: dict[str, torch.Tensor] = field(default_factory=dict)
     """Exported tensors (or the loss) that gradients will come in for, by edge name."""
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    """The forms of these gradients."""
+    rerun: tuple[list[Any], RandomState] | None = None
+    """A chunk that recomputes keeps the arguments of its forward instead of what autograd would save."""
 
 
 class Executor:
@@ -57,12 +62,14 @@ class Executor:
         device: torch.device,
         loss_index: int | None,
         splits_backward: bool = False,
+        recompute: Collection[int] = (),
     ) -> None:
         self._last = len(chunks) - 1
         self._chunks = {chunk.index: chunk for chunk in chunks if routes.placement[chunk.index] == stage}
         self._routes, self._stage, self._transport, self._device = routes, stage, transport, device
         self._loss_index = loss_index
         self._announced = Announced()
+        self._recompute = frozenset(recompute)
         if splits_backward:
             for chunk in self._chunks.values():
                 defer_weights(chunk.module)
@@ -146,19 +153,32 @@ class _Step:
                 value = value.detach().requires_grad_(True)
                 stash.leaves[edge.name] = value
             arguments.append(value)
-        with torch.set_grad_enabled(self._train), self._context():
+        later = self._train and chunk.index in self._x._recompute
+        if later:
+            stash.rerun = (arguments, RandomState(self._x._device))
+        with torch.set_grad_enabled(self._train and not later), self._context():
             results = chunk.module(*arguments)
         self._trace(action, started)
+        if self._train:
+            self._keep_roots(chunk, results, stash, forms_only=later)
+            self._stash[(chunk.index, action.microbatch)] = stash
         if chunk.index == self._x._last:
-            self._keep_outputs(results, action.microbatch, stash)
+            detached = (r.detach() if isinstance(r, torch.Tensor) else r for r in results)
+            self.outputs[action.microbatch] = tuple(detached)
         else:
             exported = {edge.name: value for edge, value in zip(chunk.exports, results)}
-            for edge in chunk.exports:
-                if self._train and edge.grad_targets:
-                    stash.roots[edge.name] = exported[edge.name]
             self._deliver(chunk, action.microbatch, {**values, **exported})
-        if self._train:
-            self._stash[(chunk.index, action.microbatch)] = stash
+
+    def _keep_roots(self, chunk: Chunk, results: Sequence[Any], stash: _Stash, forms_only: bool = False) -> None:
+        """The results that gradients will come in for: whole, or (recomputed later) their forms alone."""
+        if chunk.index == self._x._last:
+            assert self._x._loss_index is not None
+            roots = {"loss": results[self._x._loss_index]}
+        else:
+            roots = {edge.name: value for edge, value in zip(chunk.exports, results) if edge.grad_targets}
+        stash.specs = {name: TensorSpec(tuple(root.shape), root.dtype) for name, root in roots.items()}
+        if not forms_only:
+            stash.roots = roots
 
     def _imports(self, chunk: Chunk, microbatch: int) -> dict[str, Any]:
         """The values of all imports of a chunk, from the batch, from chunks on this stage, or from other stages."""
@@ -188,12 +208,6 @@ class _Step:
             else:
                 self._outbox.send_values(Message("F", *pair, microbatch), edges, content)
 
-    def _keep_outputs(self, results: tuple[Any, ...], microbatch: int, stash: _Stash) -> None:
-        if self._train:
-            assert self._x._loss_index is not None
-            stash.roots["loss"] = results[self._x._loss_index]
-        self.outputs[microbatch] = tuple(r.detach() if isinstance(r, torch.Tensor) else r for r in results)
-
     # ---- backward
 
     def _backward(self, action: Action) -> None:
@@ -201,6 +215,8 @@ class _Step:
         gradients = self._gradients(chunk, microbatch)
         started = time.perf_counter()
         stash = self._stash.pop((chunk.index, microbatch))
+        if stash.rerun is not None:
+            self._run_again(chunk, stash)
         pairs = [
             (root, gradients[name]) for name, root in stash.roots.items() if name in gradients and root.requires_grad
         ]
@@ -215,6 +231,12 @@ class _Step:
             if edges:
                 self._return_gradients(pair, edges, stash, microbatch)
 
+    def _run_again(self, chunk: Chunk, stash: _Stash) -> None:
+        assert stash.rerun is not None
+        arguments, random_state = stash.rerun
+        with again(chunk.module, random_state, self._x._device), torch.enable_grad(), self._context():
+            self._keep_roots(chunk, chunk.module(*arguments), stash)
+
     def _weights(self, action: Action) -> None:
         """The weight gradients that `I` has left."""
         work = self._weight_work.pop((action.chunk, action.microbatch))
@@ -226,8 +248,9 @@ class _Step:
     def _gradients(self, chunk: Chunk, microbatch: int) -> dict[str, torch.Tensor]:
         """The gradient of each exported tensor: the sum over all chunks that used it."""
         if chunk.index == self._x._last:
-            loss = self._stash[(chunk.index, microbatch)].roots["loss"]
-            return {"loss": torch.full_like(loss, self._step.weights[microbatch] * self._loss_scale)}
+            spec = self._stash[(chunk.index, microbatch)].specs["loss"]
+            scale = self._step.weights[microbatch] * self._loss_scale
+            return {"loss": torch.full(spec.shape, scale, dtype=spec.dtype, device=self._x._device)}
         gradients: dict[str, torch.Tensor] = {}
         for pair in self._routes.leaving(chunk.index):
             edges = self._routes.gradients(pair)
@@ -257,8 +280,7 @@ class _Step:
         stash = self._stash.get((message.target, message.microbatch))
         if stash is None:
             return None
-        roots = [stash.roots[edge.name] for edge in self._routes.gradients((message.target, message.source))]
-        return tuple(TensorSpec(tuple(root.shape), root.dtype) for root in roots)
+        return tuple(stash.specs[edge.name] for edge in self._routes.gradients((message.target, message.source)))
 
     def _trace(self, action: Action, started: float) -> None:
         if self._x.tracing:

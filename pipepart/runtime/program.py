@@ -51,8 +51,9 @@ class Program:
         self._first, self._last = plan.placement[0], plan.placement[-1]
         self._transport = transport
         routes = Routes.of(chunks, plan.placement)
+        again = [index for index, on in enumerate(plan.recompute) if on]
         splits = SCHEDULES[plan.schedule].splits_backward
-        self.executor = Executor(chunks, routes, self._stage, transport, device, recording.loss_index, splits)
+        self.executor = Executor(chunks, routes, self._stage, transport, device, recording.loss_index, splits, again)
         self._forms: dict[Any, int] = {}
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 

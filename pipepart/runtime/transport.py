@@ -16,7 +16,7 @@ TRANSPORTS = ("auto", "group", "shared_memory")
 
 
 class Pending(Protocol):
-    """A transfer on its way."""
+    """A transfer on its way. It is waited for once."""
 
     def wait(self) -> Any: ...
 

@@ -102,3 +102,77 @@ def build(name: str, seed: int = 0) -> nn.Module:
     """The model of that name, with the same weights in every process."""
     torch.manual_seed(seed)
     return MODELS[name]()
+
+
+class ResNet(nn.Module):
+    """Residual blocks with batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = _conv(3, 6)
+        self.convs = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms):
+            h = F.relu(h + norm(conv(h)))
+        return F.cross_entropy(self.head(h.mean((2, 3))), y)
+
+    @staticmethod
+    def batch(size: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(size, 3, 6, 6), torch.randint(0, 3, (size,))
+
+
+class Mixed(nn.Module):
+    """Integers, booleans and plain numbers that are made early and used late: they cross the cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.codes = nn.Linear(8, 8), nn.Embedding(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        best, positive = h.argmax(-1), h > 0
+        share = float(x.shape[-1]) / 10
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        h = torch.where(positive, h, share * h) + self.codes(best)
+        return F.cross_entropy(self.last(h), y)
+
+    @staticmethod
+    def batch(size: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(size, 8), torch.randint(0, 3, (size,))
+
+
+class HalfFrozen(GPT):
+    """The embedding and the first blocks do not learn, and the head is not tied: no gradient goes that far back."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+        for part in (self.tokens, self.positions, self.blocks[0], self.blocks[1]):
+            part.requires_grad_(False)
+
+
+class Dropping(nn.Module):
+    """Dropout between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.dropout(torch.tanh(layer(x)), 0.3, self.training)
+        return (x - y).pow(2).mean()
+
+    @staticmethod
+    def batch(size: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(size, 8), torch.randn(size, 8)
+
+
+MODELS |= {"resnet": ResNet, "mixed": Mixed, "frozen": HalfFrozen, "dropping": Dropping}

@@ -1,0 +1,39 @@
+"""Running the forward of a chunk a second time, just before its backward, exactly as the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+__all__ = ["RandomState", "again"]
+
+
+class RandomState:
+    """The state of the random generators at the first run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._device = device
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+@contextmanager
+def again(chunk: nn.Module, first: RandomState, device: torch.device) -> Iterator[None]:
+    """The same random numbers as at the first run; buffers (running statistics) do not count it twice."""
+    now = RandomState(device)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in chunk.buffers()]
+    first.restore()
+    try:
+        yield
+    finally:
+        now.restore()
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # by .data: the backward that follows must not take this for a change of its values

@@ -1,0 +1,120 @@
+"""What is sent arrives, in order, whatever its form; a peer that is gone or silent is an error that names it."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from pipepart.errors import ConfigError
+from pipepart.runtime.mesh import Groups, Mesh
+from pipepart.runtime.transport import check_transport, choose_transport
+
+VALUES = [
+    torch.arange(12).view(3, 4),
+    torch.randn(5, 6).t(),
+    torch.tensor([True, False, True]),
+    torch.randn(700, 700),
+    torch.tensor(3.5, dtype=torch.float64),
+    torch.randn(4, 4).to(torch.bfloat16),
+]
+
+
+def _exchange(name: str) -> list[float]:
+    groups = Groups.create(Mesh(1, 3), timedelta(seconds=60))
+    transport = choose_transport(name, groups, torch.device("cpu"), 60.0)
+    errors = []
+    # Everybody sends to everybody before anybody receives: no order of this may block.
+    pending = []
+    for repeat in range(3):
+        for other in range(3):
+            if other != groups.stage:
+                for value in VALUES:
+                    data = (value if value.dtype == torch.bool else value * (repeat + 1)).contiguous()
+                    pending.append((transport.send(data, other), data))
+    for repeat in range(3):
+        for other in range(3):
+            if other != groups.stage:
+                buffers = [torch.empty(value.shape, dtype=value.dtype) for value in VALUES]
+                receives = [transport.recv(buffer, other) for buffer in buffers]
+                receives[-1].wait()  # waiting for a later one first is allowed
+                for receive in receives[:-1]:
+                    receive.wait()
+                for value, buffer in zip(VALUES, buffers):
+                    expected = value if value.dtype == torch.bool else value * (repeat + 1)
+                    errors.append(float((buffer.double() - expected.double()).abs().max()))
+    for transfer, _ in pending:
+        transfer.wait()
+    dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "group"])
+def test_everything_arrives_in_order(name: str) -> None:
+    torch.manual_seed(0)
+    answers = run_ranks(3, _exchange, name)
+    assert all(len(errors) == 36 and max(errors) == 0.0 for errors in answers)
+
+
+def _silent_peer() -> str:
+    groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
+    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 1.0)
+    text = ""
+    if groups.stage == 0:
+        try:
+            transport.recv(torch.empty(3), 1).wait()
+        except TimeoutError as error:
+            text = str(error)
+    dist.barrier()
+    return text
+
+
+def test_a_silent_peer_is_named_after_the_time_limit() -> None:
+    assert "Timed out waiting 1 s for stage 1 (rank 1) to send" in run_ranks(2, _silent_peer)[0]
+
+
+def _closing_peer() -> str:
+    groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
+    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 30.0)
+    text = ""
+    if groups.stage == 0:
+        started = time.monotonic()
+        try:
+            transport.recv(torch.empty(3), 1).wait()
+        except ConnectionError as error:
+            text = f"{error} {time.monotonic() - started < 20}"
+    else:
+        transport.close()
+    dist.barrier()
+    return text
+
+
+def test_a_peer_that_is_gone_is_noticed_at_once() -> None:
+    assert "stage 1 (rank 1) is gone: Connection closed by peer True" in run_ranks(2, _closing_peer)[0]
+
+
+def _descriptors() -> tuple[int, int]:
+    groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
+    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 30.0)
+    counts = []
+    for _ in range(60):
+        transport.send(torch.randn(1000), 1 - groups.stage)
+        transport.recv(torch.empty(1000), 1 - groups.stage).wait()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    dist.barrier()
+    return counts[5], counts[-1]
+
+
+def test_segments_are_used_again_and_descriptors_do_not_grow() -> None:
+    for early, late in run_ranks(2, _descriptors):
+        assert late <= early + 2
+
+
+def test_unknown_transport() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'shared_memory'"):
+        check_transport("sharedmemory")

@@ -1,0 +1,95 @@
+"""Every schedule, on every shape that fits four processes, with and without recomputation: equal to one process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.models import build
+from support.ranks import run_ranks
+from support.reference import assert_close, reference_step
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v")
+MODELS = ("gpt", "unet", "resnet", "mixed", "frozen")
+CASES = [
+    *((1, replicas, "gpt") for replicas in (1, 2)),
+    *((stages, 1, name) for stages in (2, 3, 4) for name in MODELS),
+    *((2, 2, name) for name in MODELS),
+]  # stages, replicas, model
+MICROBATCHES = 4
+
+
+def _compare(name: str, stages: int, replicas: int, schedules: tuple[str, ...]) -> int:
+    """Train one step in every way on this shape and compare with plain PyTorch, here on this rank."""
+    from pipepart import Pipeline
+
+    compared = 0
+    for schedule in schedules:
+        plan = None
+        for recompute in (False, True):
+            model = build(name)
+            example = model.batch(8)
+            pipe = Pipeline(model, example, stages=stages, replicas=replicas, microbatches=MICROBATCHES, schedule=schedule) \
+                if plan is None else Pipeline(model, example, plan=plan)  # fmt: skip
+            plan = dataclasses.replace(pipe.plan, recompute=(True,) * len(pipe.plan.placement))
+            assert pipe.plan.schedule == schedule
+            assert any(pipe.plan.recompute) == recompute
+            # Each replica has a batch of its own; their mean is what one process gets from all of them.
+            batches = []
+            for replica in range(replicas):
+                torch.manual_seed(40 + replica)
+                batches.append(model.batch(7))
+            mine = pipe._runtime.groups.replica if pipe._runtime.groups is not None else 0
+            loss = pipe.step(*batches[mine])
+            plain = build(name)
+            losses = [reference_step(plain, batch, [2, 2, 2, 1]) for batch in batches]
+            assert_close(f"{schedule} loss", loss, losses[mine])
+            expected = dict(plain.named_parameters())
+            for key, parameter in pipe.named_parameters():
+                reference = expected[key].grad
+                assert (parameter.grad is None) == (reference is None), f"{schedule} {key}"
+                if reference is not None:
+                    assert_close(f"{schedule} recompute={recompute} {key}", parameter.grad, reference / replicas, 2e-6)
+                    compared += 1
+            if replicas == 1:
+                for key, buffer in plain.named_buffers():
+                    if pipe._runtime.ownership.buffers[key] == pipe.stage:
+                        found = dict(model.named_buffers())[key]
+                        assert_close(f"{schedule} recompute={recompute} buffer {key}", found.float(), buffer.float())
+    return compared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "replicas", "name"), CASES)
+def test_every_schedule_on_every_shape(stages: int, replicas: int, name: str) -> None:
+    answers = run_ranks(stages * replicas, _compare, name, stages, replicas, SCHEDULES)
+    trainable = sum(p.requires_grad for p in build(name).parameters())
+    assert sum(answers) >= trainable * 2 * len(SCHEDULES) * replicas
+
+
+@pytest.mark.parametrize("name", ["gpt", "mixed"])
+def test_two_by_two(name: str) -> None:
+    """The quick part of it."""
+    assert all(run_ranks(4, _compare, name, 2, 2, ("1f1b",)))
+
+
+def _dropping(stages: int) -> list[dict[str, torch.Tensor]]:
+    from pipepart import Pipeline
+
+    found, plan = [], None
+    for _ in range(2):
+        model = build("dropping")
+        example = model.batch(8)
+        pipe = Pipeline(model, example, stages=stages, microbatches=4) if plan is None else Pipeline(model, example, plan=plan)
+        plan = dataclasses.replace(pipe.plan, recompute=(True,) * len(pipe.plan.placement))
+        torch.manual_seed(3)
+        pipe.step(*example)
+        found.append({key: p.grad.clone() for key, p in pipe.named_parameters()})
+    return found
+
+
+def test_recomputation_draws_the_same_random_numbers() -> None:
+    for kept, again in run_ranks(2, _dropping, 2):
+        for key, gradient in kept.items():
+            assert torch.equal(gradient, again[key]), key
