@@ -74,7 +74,7 @@ def _replicable(nodes: list[fx.Node], facts: dict[fx.Node, Fact], recording: Rec
         for node in nodes:
             if _is_good(node, facts, good, recording) and node not in banned:
                 good.add(node)
-        spoiled = set()
+        spoiled: set[fx.Node] = set()
         for storage, end in last.items():
             members = [node for node in touching[storage] if positions[node] <= end]
             if any(node not in good or node.op in ("placeholder", "get_attr") for node in members):

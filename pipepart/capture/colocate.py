@@ -58,13 +58,13 @@ def colocated(recording: Recording) -> list[tuple[fx.Node, ...]]:
         users = [user for user in node.users if user.op != "output"]
         if meta.shape is None and not meta.is_number and not meta.replicable:
             groups.join([node, *users])
-        if node.target == "register_hook" and node.args[0].op not in ("placeholder", "get_attr"):  # type: ignore
-            groups.join([node.args[0], node])  # type: ignore[list-item]
+        if node.target == "register_hook" and node.args[0].op not in ("placeholder", "get_attr"):
+            groups.join([node.args[0], node])
         if node.target is intrinsics.set_attribute:
             groups.join([node, *(s for s in node.all_input_nodes if s.op not in ("placeholder", "get_attr"))])
         if node.target is intrinsics.changed and not meta.replicable:
             groups.join([source for source in node.all_input_nodes if source.op not in ("placeholder", "get_attr")])
-            groups.join([node.args[1], node])  # type: ignore[list-item]
+            groups.join([node.args[1], node])
         if node.target is intrinsics.check:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.op != "placeholder" and not source.meta["op"].replicable:
@@ -101,9 +101,9 @@ def _join_state(recording: Recording, nodes: list[fx.Node], groups: _Groups) -> 
         if node.op == "call_module" and node.meta["stateful"]:
             owners.setdefault(str(node.target), []).append(node)
         elif node.target is intrinsics.method_of:
-            owners.setdefault(str(node.args[0].target), []).append(node)  # type: ignore[union-attr]
+            owners.setdefault(_target(node), []).append(node)
         elif node.target is intrinsics.set_attribute:
-            owner, name = str(node.args[0].target), node.args[1]  # type: ignore[union-attr]
+            owner, name = _target(node), node.args[1]
             path = f"{owner}.{name}" if owner else str(name)
             readers = [user for source in node.graph.nodes if source.target == path for user in source.users]
             groups.join([node, *(user for user in readers if user.op != "output")])
@@ -118,6 +118,12 @@ def _join_state(recording: Recording, nodes: list[fx.Node], groups: _Groups) -> 
                 if source.op == "get_attr" and _below(str(source.target), aliases, module):
                     members.append(node)
         groups.join(dict.fromkeys(members))
+
+
+def _target(node: fx.Node) -> str:
+    """The path of the module that a call of ours is about."""
+    module: Any = node.args[0]
+    return str(module.target)
 
 
 def _below(path: str, prefixes: set[str], module: nn.Module) -> bool:

@@ -27,6 +27,10 @@ __all__ = ["RecordedGraph", "RecordedModule", "executable", "tensor_names", "use
 class RecordedGraph(fx.GraphModule):
     """A runnable part of a recording; its parameters are those of the root, under their full names."""
 
+    _root: Any
+    _used: Any
+    _regions: bool
+
     def __init__(
         self, root: nn.Module, graph: fx.Graph, references: Mapping[str, Any], used: Sequence[str], regions: bool
     ):
@@ -62,7 +66,7 @@ class RecordedGraph(fx.GraphModule):
             if name in self._used:
                 yield f"{prefix}{'.' if prefix else ''}{name}", buffer
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What this part uses of the root's state, under the full names."""
         return {name: value for name, value in self._root.state_dict().items() if name in self._used}
 
@@ -188,7 +192,7 @@ def _enter_autocast(state: tuple[Any, ...]) -> list[Any]:
     for device, dtype in pairs:
         if device == "cuda" and not torch.cuda.is_available():
             continue
-        context = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+        context: Any = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
         context.__enter__()
         entered.append(context)
     return entered
@@ -218,7 +222,7 @@ def executable(
     if inputs is None:
         inputs = [node for node in everything if node.op == "placeholder"]
     if outputs is None:
-        outputs = everything[-1].args[0]  # type: ignore[assignment]
+        outputs = everything[-1].args[0]
     assert outputs is not None
     graph, names = fx.Graph(), _Names()
     new: dict[fx.Node, fx.Node] = {}

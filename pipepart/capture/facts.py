@@ -81,8 +81,8 @@ def reached(outs: list[torch.Tensor], edges: dict[Any, fx.Node]) -> set[fx.Node]
     if not edges:
         return set()
     found: set[fx.Node] = set()
-    seen = set()
-    todo = []
+    seen: set[Any] = set()
+    todo: list[Any] = []
     for out in outs:
         if out.requires_grad and not out.is_inference():
             edge = torch.autograd.graph.get_gradient_edge(out)

@@ -15,7 +15,7 @@ __all__ = ["certain", "name_of", "nameable", "outcome"]
 
 def name_of(function: Any) -> str:
     try:
-        return ops.DUNDERS.get(function) or getattr(function, "__name__", str(function))
+        return ops.DUNDERS.get(function) or str(getattr(function, "__name__", function))
     except TypeError:  # not hashable
         return str(getattr(function, "__name__", function))
 
@@ -37,8 +37,8 @@ def nameable(function: Any) -> Any:
 
 def certain(comparison: fx.Node) -> bool:
     """Whether a comparison of a uniform random number has one outcome only (a rate of 0 or 1)."""
-    limits = [arg for arg in comparison.args if type(arg) in (int, float)]
-    return len(limits) == 1 and (limits[0] <= 0 or limits[0] >= 1)
+    limits: list[Any] = [arg for arg in comparison.args if type(arg) in (int, float)]
+    return len(limits) == 1 and bool(limits[0] <= 0 or limits[0] >= 1)
 
 
 def outcome(comparison: fx.Node) -> bool:

@@ -148,13 +148,17 @@ def training_position(function: Callable[..., Any]) -> int | None:
     return names.index("training") if "training" in names else None
 
 
-@cache
 def reads_training_flag(kind: type[nn.Module]) -> bool:
     """Whether the forward of a module class decides by ``self.training``."""
-    try:
-        return ".training" in inspect.getsource(kind.forward)
-    except (OSError, TypeError):
-        return False
+    if kind not in _reads_training:
+        try:
+            _reads_training[kind] = ".training" in inspect.getsource(kind.forward)
+        except (OSError, TypeError):
+            _reads_training[kind] = False
+    return _reads_training[kind]
+
+
+_reads_training: dict[Any, bool] = {}
 
 
 def tensor_method(function: Any, name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._functorch.apis as functorch_apis
 import torch.nn as nn
-import torch.utils.checkpoint as checkpointing
 
 from pipepart.capture import intrinsics, ops
 from pipepart.capture.arguments import tensors_in, unwrap
@@ -21,7 +20,15 @@ from pipepart.capture.recorder import Recorder
 from pipepart.capture.state import Attributes
 from pipepart.capture.symbols import is_tracked
 
-__all__ = ["is_metric", "recording_patches"]
+__all__ = ["is_metric", "is_torch_leaf", "keep_attributes", "outside_rng", "recording_patches"]
+
+functorch_apis: Any = importlib.import_module("torch._functorch.apis")
+checkpointing: Any = importlib.import_module("torch.utils.checkpoint")
+scripted: Any = torch._C.ScriptFunction
+any_module: Any = nn.Module
+any_function: Any = torch.autograd.Function
+anything: Any = builtins
+compiler: Any = torch.compiler
 
 _OPEN = (
     nn.Sequential,
@@ -88,7 +95,8 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
 
 def outside_rng() -> tuple[Any, ...]:
     """The states of the random numbers that torch does not know."""
-    name, keys, position, *rest = np.random.get_state(legacy=True)
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, position, *rest = state
     return random.getstate(), name, keys.tobytes(), position, tuple(rest)
 
 
@@ -188,7 +196,7 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
     """
     module_call = nn.Module.__call__
     apply = torch.autograd.Function.__dict__["apply"]
-    script_call = torch._C.ScriptFunction.__call__
+    script_call = scripted.__call__
     length = builtins.len
     compile_flags = torch.compiler.is_compiling, torch.compiler.is_exporting
     metrics = [m for m in recorder.root.modules() if is_metric(m)]
@@ -218,14 +226,14 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
         return checkpoint(function, *args, **kwargs)
 
     saved: list[tuple[dict[str, Any], str, Any]] = []
-    nn.Module.__call__ = lambda module, *a, **k: _call_module(recorder, module_call, module, a, k)  # type: ignore
-    torch.autograd.Function.apply = classmethod(lambda kind, *a, **k: _apply(recorder, apply, kind, a, k))  # type: ignore
-    torch._C.ScriptFunction.__call__ = patched_script
-    builtins.len = patched_len  # type: ignore[assignment]
+    any_module.__call__ = lambda module, *a, **k: _call_module(recorder, module_call, module, a, k)
+    any_function.apply = classmethod(lambda kind, *a, **k: _apply(recorder, apply, kind, a, k))
+    scripted.__call__ = patched_script
+    anything.len = patched_len
     functorch_apis.vmap_impl = patched_vmap
     checkpointing._checkpoint_without_reentrant_generator = patched_checkpoint
     if compiling:
-        torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: True  # type: ignore[assignment]
+        compiler.is_compiling = compiler.is_exporting = lambda: True
     for metric in metrics:
         for name in ("update", "compute", "reset"):
             wrapped = _metric_method(recorder, metric, name)
@@ -234,13 +242,13 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        torch._C.ScriptFunction.__call__ = script_call
-        builtins.len = length
+        any_module.__call__ = module_call
+        any_function.apply = apply
+        scripted.__call__ = script_call
+        anything.len = length
         functorch_apis.vmap_impl = vmap
         checkpointing._checkpoint_without_reentrant_generator = checkpoint
-        torch.compiler.is_compiling, torch.compiler.is_exporting = compile_flags
+        compiler.is_compiling, compiler.is_exporting = compile_flags
         for attributes, name, value in saved:
             if value is None:
                 attributes.pop(name, None)

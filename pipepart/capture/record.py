@@ -187,8 +187,9 @@ def _recording(
 ) -> Recording:
     recorder = base.recorder
     graph = recorder.graph
-    output: fx.Node = next(reversed(graph.nodes))  # type: ignore[call-overload]
-    flat = list(output.args[0])  # type: ignore[arg-type]
+    output: fx.Node = next(reversed(graph.nodes))
+    results: Any = output.args[0]
+    flat = list(results)
     logs = []
     index = base.output_count
     for name, logged, options in base.logs:

@@ -93,7 +93,7 @@ class Recording:
     """Modules of the user that are kept whole, since something inside could not be recorded."""
     notes: tuple[str, ...] = ()
 
-    def flatten(self, args: tuple, kwargs: Mapping[str, Any] | None = None) -> list:
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """The leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
 
         For a step: ``flatten((batch,), {"batch_idx": 3})``; numbers that are not given count as 0.
@@ -128,7 +128,7 @@ class Recording:
                     )
         return leaves
 
-    def unflatten(self, leaves: Sequence) -> Any:
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The flat outputs (those of logs are ignored) in the structure that the user's function returned."""
         return trees.unflatten(leaves, self.output_tree)
 

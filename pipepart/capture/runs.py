@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.fx as fx
 import torch.nn as nn
 
 from pipepart.capture import state, symbols, trees
@@ -119,7 +121,7 @@ def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settin
                 recorder.bind(value, node)
             elif spec.kind == "number":
                 recorder.facts[node].number = value
-                value = symbols.StepNumber(value, recorder, lambda node=node: node)
+                value = symbols.StepNumber(value, recorder, partial(_itself, node))
             values.append(value)
         try:
             with recording_patches(recorder, settings.compiling), RecordMode(recorder):
@@ -139,6 +141,10 @@ def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settin
             raise RunFailed(error, recorder.failed_in or [""]) from error
         recorder.facts[recorder.graph.output(nodes)] = Fact()
         return Run(recorder, list(nodes), tree, logs, count, flat, leaves)
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    return node
 
 
 def _plain_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class _Layout:
         self.recording, self.owner, self.chunks = recording, owner, chunks
         nodes = list(recording.graph.nodes)
         self.position = {node: i for i, node in enumerate(nodes)}
-        self.outputs: list[Any] = list(nodes[-1].args[0])  # type: ignore[arg-type]
+        self.outputs: list[Any] = list(nodes[-1].args[0])
         self.body: list[list[fx.Node]] = []
         self.imports: list[list[fx.Node]] = []
         self.sizes: list[dict[fx.Node, tuple[fx.Node, int]]] = []
@@ -226,8 +226,7 @@ class _Layout:
     def _computable(self, node: fx.Node, here: set[fx.Node]) -> set[fx.Node] | None:
         if node in here or node.op == "get_attr":
             return set()
-        meta = node.meta.get("op")
-        if node.op == "placeholder" or not meta.is_number or node.target == "item":
+        if node.op == "placeholder" or not node.meta["op"].is_number or node.target == "item":
             return None
         needed = {node}
         for source in node.all_input_nodes:

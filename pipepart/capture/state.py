@@ -49,7 +49,7 @@ class Attributes:
     """The plain attributes of all modules at one moment, to see what a run leaves behind in Python."""
 
     def __init__(self, root: nn.Module):
-        self.before = [
+        self.before: list[tuple[str, nn.Module, dict[str, Any], dict[str, int]]] = [
             (path, module, {**vars(module), **_plain_registry(module._buffers)}, {k: len(v) for k, v in _sized(module)})
             for path, module in root.named_modules()
         ]
@@ -57,15 +57,17 @@ class Attributes:
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
         """Module path, module, attribute, value before and value now of each attribute that is another one now."""
         for path, module, before, sizes in self.before:
-            now = {**vars(module), **_plain_registry(module._buffers)}
+            now: dict[str, Any] = {**vars(module), **_plain_registry(module._buffers)}
             for name, value in now.items():
                 if name in _REGISTRIES or name == "training":
                     continue
                 old = before.get(name)
                 if value is not old:
                     yield path, module, name, old, value
-                elif name in sizes and len(value) != sizes[name]:
-                    yield path, module, name, f"{sizes[name]} items", f"{len(value)} items"
+                elif name in sizes:
+                    count = len(vars(module)[name])
+                    if count != sizes[name]:
+                        yield path, module, name, f"{sizes[name]} items", f"{count} items"
 
 
 def _sized(module: nn.Module) -> list[tuple[str, Any]]:
@@ -92,7 +94,7 @@ def preserved(root: nn.Module) -> Iterator[None]:
         if type(module._parameters) is dict and type(module._buffers) is dict
     ]
     rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
         yield
     finally:
@@ -141,9 +143,9 @@ def stand_ins(root: nn.Module) -> Iterator[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, torch.Tensor] = {}
+    fakes: dict[int, Any] = {}
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def fake(tensor: torch.Tensor) -> Any:
         if id(tensor) not in fakes:
             with mode:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -153,6 +155,7 @@ def stand_ins(root: nn.Module) -> Iterator[Any]:
         return fakes[id(tensor)]
 
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    registry: Any
     for module in root.modules():
         for registry in (module._parameters, module._buffers, module.__dict__):
             if type(registry) is not dict:  # a scripted module keeps its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def _recording_view(module: nn.Module, counters: dict[str, Any], logs: list[Any]
             log(name, value, **{**dict(zip(names, args)), **options})
 
     view = _TrainerView(getattr(module, "_trainer", None), counters)
-    members: dict[str, Any] = {name: property(lambda self, name=name: counters[name]) for name in counters}
+    members: dict[str, Any] = {name: property(partial(_read, counters, name)) for name in counters}
     members["trainer"] = property(lambda self: view)
     members["__module__"] = type(module).__module__
     members["__qualname__"] = type(module).__qualname__
@@ -88,6 +89,10 @@ def _recording_view(module: nn.Module, counters: dict[str, Any], logs: list[Any]
         module.__class__ = original
         for name in attributes:
             module.__dict__.pop(name, None)
+
+
+def _read(counters: dict[str, Any], name: str, module: nn.Module) -> Any:
+    return counters[name]
 
 
 _MANUAL = ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from pipepart.capture import state, variants
 from pipepart.capture.explain import Explanation, explain
+from pipepart.capture.recorder import Recorder
 from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, keep_whole, run_once
 from pipepart.errors import CaptureError
 
@@ -76,10 +78,7 @@ class Study:
         return run_once(self.call, changed, self.names, self.settings, self.mode)
 
     def _compare(self, run: Run) -> tuple[variants.Mismatch | None, list[variants.Difference]]:
-        known: variants.Known = {
-            key: (lambda recorder, value, e=e: e.holds(variants.size_in(recorder, e.dimension), value))
-            for key, e in self.explained.items()
-        }
+        known: variants.Known = {key: partial(_follows, law) for key, law in self.explained.items()}
         mismatch, numbers = variants.compare(self.base.recorder, run.recorder, known)
         if mismatch is None and trees_differ(self.base, run):
             mismatch = variants.Mismatch("", "the result or what is logged has another structure")
@@ -120,6 +119,10 @@ class Study:
             "  do: compute sizes from tensors (x.shape[0], not Python copies of it) or put this part into a "
             "submodule of its own, which is then kept whole"
         )
+
+
+def _follows(law: Explanation, recorder: Recorder, value: Any) -> bool:
+    return law.holds(variants.size_in(recorder, law.dimension), value)
 
 
 def _is_text(leaf: Any) -> bool:

@@ -185,6 +185,8 @@ def _unary(target: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _install() -> None:
+    kind: Any
+    base: Any
     for kind in (TrackedInt, TrackedFloat, StepNumber):
         for name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
             op = getattr(operator, name)
@@ -192,15 +194,15 @@ def _install() -> None:
             setattr(kind, f"__r{name}__", _arithmetic(op, True))
         for name in ("lt", "le", "gt", "ge", "eq", "ne"):
             setattr(kind, f"__{name}__", _comparison(getattr(operator, name)))
-        kind.__neg__ = _unary(operator.neg)  # type: ignore[attr-defined]
-        kind.__abs__ = _unary(abs)  # type: ignore[attr-defined]
-        kind.__ceil__ = _unary(math.ceil)  # type: ignore[attr-defined]
-        kind.__floor__ = _unary(math.floor)  # type: ignore[attr-defined]
-        kind.__divmod__ = lambda a, b: (a // b, a % b)  # type: ignore[attr-defined]
-        kind.__rdivmod__ = lambda a, b: (b // a, b % a)  # type: ignore[attr-defined]
+        kind.__neg__ = _unary(operator.neg)
+        kind.__abs__ = _unary(abs)
+        kind.__ceil__ = _unary(math.ceil)
+        kind.__floor__ = _unary(math.floor)
+        kind.__divmod__ = lambda a, b: (a // b, a % b)
+        kind.__rdivmod__ = lambda a, b: (b // a, b % a)
     for kind, base in ((TrackedInt, int), (TrackedFloat, float)):
-        kind.__bool__ = _truth  # type: ignore[attr-defined]
-        kind.__hash__ = base.__hash__  # type: ignore[assignment,method-assign]
+        kind.__bool__ = _truth
+        kind.__hash__ = base.__hash__
 
 
 _install()

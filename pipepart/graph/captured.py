@@ -22,6 +22,10 @@ __all__ = ["Captured", "capture"]
 class CapturedModule(nn.Module):
     """Called like the original: the train graph in train mode, the eval graph in eval mode, over the same parameters."""
 
+    _train: Any
+    _eval: Any
+    _root: Any
+
     def __init__(self, captured: Captured):
         super().__init__()
         self.__dict__["_train"] = captured.train.module()

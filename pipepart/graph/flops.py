@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipepart.capture import intrinsics
 from pipepart.capture.patches import is_metric
@@ -21,7 +22,8 @@ _FREE = ("getitem", "view", "reshape", "transpose", "permute", "size", "check", 
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    count: Any = flop_counter.sdpa_flop_count
+    return int(count(query, key, value))
 
 
 _EXTRA: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}

@@ -41,6 +41,7 @@ def test_recording_leaves_the_model_as_it_was():
     assert attributes == {name: set(vars(m)) for name, m in model.named_modules()}
 
 
+@pytest.mark.slow
 def test_hash_is_the_same_in_another_process_and_on_the_meta_device():
     model, args = gpt()
     here = record(model, args).hash
