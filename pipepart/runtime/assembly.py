@@ -40,6 +40,10 @@ class Options:
     """Seconds after which a transfer or collective that does not finish is an error."""
     transport: str = "auto"
     """How tensors travel between stages: ``auto``, ``group`` (gloo, NCCL) or ``shared_memory``."""
+    recompute: bool | str = "auto"
+    """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
+    memory_limit: float | None = None
+    """Bytes that one device may use."""
 
 
 def example_microbatch(example: Any, options: Options, mesh: Mesh) -> tuple[Any, int]:
@@ -100,6 +104,8 @@ def _make(
         slack=options.slack,
         keep_together=tuple(tuple(group) for group in options.keep_together),
         split_at=None if options.split_at is None else tuple(options.split_at),
+        recompute=options.recompute,
+        memory_limit=options.memory_limit,
     )
     costs = profiled(recording, leaves, context, variant)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

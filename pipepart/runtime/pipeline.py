@@ -58,20 +58,25 @@ class Pipeline:
         split_at: Sequence[str] | None = None,
         timeout: float = 300.0,
         transport: str = "auto",
+        recompute: bool | str = "auto",
+        memory_limit: float | None = None,
     ) -> None:
-        check_request(schedule, microbatches, stages)
+        check_request(schedule, microbatches, stages, recompute)
         check_transport(transport)
         options = Options(
-            plan.stages if plan else stages,
-            plan.replicas if plan else replicas,
-            microbatches,
-            schedule,
-            chunks,
-            slack,
-            keep_together,
-            split_at,
-            plan,
-            timeout,
+            stages=plan.stages if plan else stages,
+            replicas=plan.replicas if plan else replicas,
+            microbatches=microbatches,
+            schedule=schedule,
+            chunks=chunks,
+            slack=slack,
+            keep_together=keep_together,
+            split_at=split_at,
+            plan=plan,
+            timeout=timeout,
+            transport=transport,
+            recompute=recompute,
+            memory_limit=memory_limit,
         )
         self._device = join_job(timedelta(seconds=timeout))
         mesh = fit_mesh(world_size(), options.stages, options.replicas)

@@ -36,4 +36,6 @@ def again(chunk: nn.Module, first: RandomState, device: torch.device) -> Iterato
     finally:
         now.restore()
         for buffer, before in buffers:
-            buffer.data.copy_(before)  # by .data: the backward that follows must not take this for a change of its values
+            buffer.data.copy_(
+                before
+            )  # by .data: the backward that follows must not take this for a change of its values

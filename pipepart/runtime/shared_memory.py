@@ -228,4 +228,6 @@ def _connect(groups: Groups, timeout: float) -> Mapping[int, _Peer]:
             raise RuntimeError(f"a process of user {user} tried to join this pipeline")
         found[struct.unpack("<Q", connection.recv(8))[0]] = connection
     listener.close()
-    return {stage: _Peer(c, f"stage {stage} (rank {groups.rank_of_stage(stage)})", timeout) for stage, c in found.items()}
+    return {
+        stage: _Peer(c, f"stage {stage} (rank {groups.rank_of_stage(stage)})", timeout) for stage, c in found.items()
+    }

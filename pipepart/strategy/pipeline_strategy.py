@@ -25,6 +25,7 @@ from pipepart.errors import PlanError
 from pipepart.planning import Plan, check_request
 from pipepart.runtime import Groups, Options, StageRuntime, agree_on_plan, example_microbatch
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.transport import check_transport
 from pipepart.strategy import sharded as shards
 from pipepart.strategy.checkpoint_io import CheckpointError, SafeCheckpointIO, verify
 from pipepart.strategy.console import measured_against_predicted, tell
@@ -77,17 +78,21 @@ class PipelineStrategy(MeshStrategy):
         example_batch: Any = None,
         sharded: bool = False,
         timeout: float = 300.0,
+        recompute: bool | str = "auto",
+        memory_limit: float | None = None,
+        transport: str = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_request(schedule, microbatches, stages)
+        check_request(schedule, microbatches, stages, recompute)
+        check_transport(transport)
         loaded = Plan.load(plan) if isinstance(plan, str) else plan
         options = Options(
             loaded.stages if loaded else stages, loaded.replicas if loaded else replicas, microbatches, schedule, chunks,
-            slack, keep_together, split_at, loaded, timeout,
+            slack, keep_together, split_at, loaded, timeout, transport, recompute, memory_limit,
         )  # fmt: skip
         super().__init__(options, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.sharded = sharded
@@ -168,8 +173,10 @@ class PipelineStrategy(MeshStrategy):
         )  # fmt: skip
         for part, mode in modes.items():
             part.training = mode
-        timeout = self._options.timeout
-        self._runtime = StageRuntime(module, plan, graph, recording, self._groups, self.root_device, timeout, step)
+        options = self._options
+        self._runtime = StageRuntime(
+            module, plan, graph, recording, self._groups, self.root_device, options.timeout, step, options.transport
+        )
         self._undo_metrics = connect_metrics(module, self._runtime)
         if self._groups is not None:
             _cut[module] = self._runtime
