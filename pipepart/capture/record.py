@@ -84,6 +84,7 @@ def _short_path(target: Any, path: str) -> str:
 
 def record_call(call: Call) -> Recording:
     """Record a call; modules that resist are kept whole, one by one, before giving up."""
+    state.refuse_wrapped(call.root)
     with ExitStack() as stack:
         mode = stack.enter_context(state.stand_ins(call.root)) if state.is_abstract(call.root) else None
         names = state.names_of(call.root)

@@ -212,7 +212,7 @@ class _Layout:
         self, inside: set[fx.Node], imported: set[fx.Node], sizes: dict[fx.Node, tuple[fx.Node, int]]
     ) -> None:
         """Do without leaves of the batch that this chunk imports only to know their sizes."""
-        last = isinstance(self.outputs, list) and len(self.body) == self.chunks - 1
+        last = len(self.body) == self.chunks - 1
         for leaf in sorted((n for n in imported if n.op == "placeholder"), key=lambda n: -n.meta["op"].nbytes):
             users = [user for user in leaf.users if user in inside and user not in sizes]
             kept = last and leaf in self.outputs

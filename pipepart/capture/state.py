@@ -12,7 +12,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-__all__ = ["Attributes", "Names", "is_abstract", "names_of", "preserved", "stand_ins"]
+from pipepart.errors import CaptureError
+
+__all__ = ["Attributes", "Names", "is_abstract", "names_of", "preserved", "refuse_wrapped", "stand_ins"]
 
 
 @dataclass
@@ -38,6 +40,21 @@ def names_of(root: nn.Module) -> Names:
                 names.tensors.setdefault(id(value), f"{path}.{key}" if path else key)
                 names.kept.append(value)
     return names
+
+
+def refuse_wrapped(root: nn.Module) -> None:
+    """Modules that are compiled, already distributed, or not yet built cannot be recorded: say so by name."""
+    for path, module in root.named_modules():
+        home, name = type(module).__module__, type(module).__name__
+        reason = ""
+        if name == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            reason = "is compiled; capture the original module"
+        elif home.startswith(("torch.nn.parallel", "torch.distributed")):
+            reason = "wraps its module for distributed training; capture the module inside"
+        elif any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+            reason = "is lazy and has no parameters yet; run the model once before"
+        if reason:
+            raise CaptureError(f"module {path!r} ({name}) {reason}")
 
 
 def is_abstract(root: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -75,7 +76,9 @@ class Study:
 
     def _run(self, dim: variants.Dimension, size: int) -> Run:
         changed = variants.resize(self.leaves, dim, size)
-        return run_once(self.call, changed, self.names, self.settings, self.mode)
+        with warnings.catch_warnings():  # what the model says of sizes that nobody asked for
+            warnings.simplefilter("ignore")
+            return run_once(self.call, changed, self.names, self.settings, self.mode)
 
     def _compare(self, run: Run) -> tuple[variants.Mismatch | None, list[variants.Difference]]:
         known: variants.Known = {key: partial(_follows, law) for key, law in self.explained.items()}

@@ -1,5 +1,6 @@
 """What a recording promises: state untouched, stable hash, clear errors, meta device, chunks that share parameters."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -260,3 +261,74 @@ def test_devices_of_chunks():
     recording = record(model, args)
     chunks = split(recording, [0] * len(recording.ops), 1, devices=[torch.device("meta")])
     assert "device(type='meta')" in chunks[0].module.code
+
+
+def test_state_that_a_call_replaces_is_kept_from_call_to_call():
+    model, example = ARCHITECTURES["Reassigned"]()
+    twin = copy.deepcopy(model)
+    recording = record(model, example(3))
+    graph = op_graph(recording)
+    chunks = split(recording, graph.chunks_at([len(graph) // 2]), 2)
+    for size in (3, 5, 2):
+        args = example(size)
+        wanted = twin(*args)
+        torch.testing.assert_close(run_detached(recording, chunks, recording.flatten(args))[0], wanted)
+        torch.testing.assert_close(model.mean, twin.mean)
+        torch.testing.assert_close(model.memory, twin.memory)
+    assert list(model.state_dict()) == list(twin.state_dict())
+
+
+def test_stale_tells_before_anything_runs():
+    model, args = gpt()
+    recording = record(model, args)
+    assert recording.stale(recording.flatten((ids(5, 16), ids(5, 16)))) is None
+    assert "le in module ''" in recording.stale(recording.flatten((ids(2, 17), ids(2, 17))))
+
+
+def test_compiled_distributed_and_lazy_modules_are_refused_by_name():
+    x = torch.randn(3, 4)
+    with pytest.raises(CaptureError, match=r"'1' \(OptimizedModule\) is compiled"):
+        record(nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4))), (x,))
+    with pytest.raises(CaptureError, match="is lazy"):
+        record(nn.Sequential(nn.LazyLinear(4)), (x,))
+    with pytest.raises(CaptureError, match="capture the module inside"):
+        record(nn.DataParallel(nn.Linear(4, 4)), (x,))
+
+
+def test_notes_say_what_is_not_kept():
+    model, example = ARCHITECTURES["Checkpointed"]()
+    assert any("checkpointing" in note for note in record(model, example(2)).notes)
+
+    class Cache:
+        def __init__(self, value):
+            self.layers = [{"key": value}]
+
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return {"loss": y.pow(2).mean(), "cache": Cache(y)}
+
+    recording = record(Caching(), (torch.randn(3, 4),))
+    assert any("Cache" in note for note in recording.notes)
+    assert recording.module()(torch.randn(3, 4))["cache"] is None
+
+
+def test_batch_is_found_among_inputs_of_other_sizes():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, mask, x, y):
+            return F.mse_loss(mask @ self.linear(x), y)
+
+    model = Masked()
+    recording = record(model, (torch.rand(6, 6), torch.randn(3, 6, 4), torch.randn(3, 6, 4)))
+    args = (torch.rand(5, 5), torch.randn(2, 5, 4), torch.randn(2, 5, 4))
+    torch.testing.assert_close(recording.module()(*args), model(*args))
+    with pytest.raises(GuardError, match="were equal"):
+        recording.flatten((torch.rand(5, 5), torch.randn(2, 6, 4), torch.randn(2, 6, 4)))

@@ -305,3 +305,21 @@ class Caching(Layers):
             x = torch.tanh(layer(x)) + self.table[: x.shape[1]]
         self.last = x
         return self.out(self.last).pow(2).mean()
+
+
+@model(vectors)
+class Reassigned(Layers):
+    """A buffer and a plain attribute that each call replaces by new tensors, and the next call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.memory = torch.zeros(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + self.memory
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        loss = (self.out(x) - self.mean.sum()).pow(2).mean()
+        self.memory = self.memory * 0.5 + x.detach().mean(0)
+        return loss
