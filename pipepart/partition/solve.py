@@ -29,10 +29,15 @@ from pipepart.partition.shortage import nothing_fits
 __all__ = ["partition"]
 
 _GROWTH = (1.01, 1.03, 1.08, 1.2, 1.5, 2.0, 4.0)
+"""Limits to try, over the bound: small limits make small windows."""
+_STEP = 1.1
+"""A limit so near to the known answer is left out: it saves too little."""
 _WIDEST = 1500
-_MOST_PAIRS = 40_000_000
+"""States per window of a linear order; wider windows are thinned."""
 _NO_LIMIT = 1 << 40
-_STEP = 1.02
+_MOST_PAIRS = 40_000_000
+"""Chunks that one exact search may look at: a few seconds."""
+_MANY_PAIRS = 8_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +146,10 @@ def _search(prepared: Prepared, route: Route, slack: float) -> _Outcome | None:
         found, possible = smallest(lattice, route, bound, best.found.bottleneck if best else NEVER - 1)
         if found is not None:
             exact = _Outcome(lattice, found, found.bottleneck, f"exact over {len(lattice.work)} downsets")
+            as_good = best is not None and best.found.bottleneck == found.bottleneck
+            if best is not None and as_good and pairs_to_try(lattice, route, found.bottleneck) > _MANY_PAIRS:
+                # Look for less traffic among the slices, which are far fewer.
+                exact = dataclasses.replace(exact, states=best.states, found=best.found)
             return _less_traffic(exact, route, slack)
         assert best is None or possible < NEVER, "slices are paths over downsets"
         bound = max(bound, possible)
