@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message
 
-__all__ = ["check_blocking", "check_messages", "check_ordered"]
+__all__ = ["all_meet", "check_blocking", "check_messages", "check_ordered"]
 
 Program = Sequence[Sequence[Action]]
 Key = tuple[str, int, int, int]
@@ -110,6 +110,25 @@ def check_blocking(name: str, program: Program, placement: Sequence[int]) -> Non
                 facing = message.recv if action.kind == "SEND" else message.send
                 waits[stage] = f"{facing} on stage {other}"
         raise ScheduleError(_stuck(name, "with blocking sends", program, cursor, waits))
+
+
+def all_meet(lists: Sequence[Sequence[int]]) -> bool:
+    """`check_blocking` on numbers (see `meetings`): whether every message is met at both ends, each list in order."""
+    home = {message: stage for stage, mine in enumerate(lists) for message in mine}
+    cursor = [0] * len(lists)
+    active = list(range(len(lists)))
+    while active:
+        stage = active.pop()
+        mine = lists[stage]
+        while cursor[stage] < len(mine):
+            facing = ~mine[cursor[stage]]
+            other = home.get(facing, stage)
+            if other == stage or cursor[other] == len(lists[other]) or lists[other][cursor[other]] != facing:
+                break
+            cursor[stage] += 1
+            cursor[other] += 1
+            active.append(other)
+    return all(at == len(mine) for at, mine in zip(cursor, lists))
 
 
 def check_ordered(name: str, program: Program, placement: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipepart.schedule.actions import Action, Edges, Message, Schedule
 from pipepart.schedule.dependencies import ActionGraph
 
-__all__ = ["Lowered", "Program", "channels", "lower", "pair_order", "pairs_of", "program"]
+__all__ = ["Lowered", "Program", "channels", "lower", "meetings", "pair_order", "pairs_of", "program"]
 
 Pair = tuple[int, int]
 Program = tuple[tuple[Action, ...], ...]
@@ -36,6 +36,22 @@ def _receivers(schedule: Schedule, edges: Edges) -> dict[str, list[list[int]]]:
         if home[source] != home[target]:
             back[target].append(source)
     return {"F": ahead, "B": back, "I": back}
+
+
+def meetings(graph: ActionGraph) -> list[list[int]]:
+    """Per stage the messages of `lower` in its order, as numbers: message n as n where it is sent, ~n where received."""
+    placement = graph.schedule.placement
+    receivers = _receivers(graph.schedule, graph.edges)
+    receivers["W"] = [[] for _ in placement]
+    lists: list[list[int]] = [[] for _ in range(graph.schedule.stages)]
+    count = 0
+    for n in graph.linear_order():
+        action = graph.actions[n]
+        for target in receivers[action.kind][action.chunk]:
+            lists[graph.stage[n]].append(count)
+            lists[placement[target]].append(~count)
+            count += 1
+    return lists
 
 
 def lower(graph: ActionGraph) -> Lowered:

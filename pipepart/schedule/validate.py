@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule
-from pipepart.schedule.deadlock import check_blocking, check_messages, check_ordered
+from pipepart.schedule.deadlock import all_meet, check_blocking, check_messages, check_ordered
 from pipepart.schedule.dependencies import ActionGraph, Numbered
-from pipepart.schedule.messages import Program, lower, pairs_of
+from pipepart.schedule.messages import Lowered, Program, lower, meetings, pairs_of
 
 __all__ = ["Validated", "compute_of", "peak_activations", "validate", "validate_program"]
 
@@ -19,20 +20,36 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Validated:
-    """A schedule that was proved, with its messages."""
+    """A schedule that was proved. Its messages are written out when they are asked for."""
 
     schedule: Schedule = field(repr=False)
     edges: Edges
-    channels: Mapping[Pair, tuple[Message, ...]] = field(repr=False)
-    """Per (sender stage, receiver stage): the messages in the order of their sending."""
-    pair_order: Mapping[Pair, tuple[Message, ...]] = field(repr=False)
-    """Per (lower stage, higher stage): all messages both ways in the one order in which both must issue them."""
-    program: Program = field(repr=False)
-    """Per stage: compute, SEND and RECV in an order that blocking sends carry out."""
     peak_activations: tuple[float, ...]
     """Per stage: the most that its live activations weigh together (counted in micro-batches of chunks by default)."""
     tied_order: tuple[tuple[int, ...], ...]
     """Stages of each tied group that spans several, in the order in which all reduce, after their last backward."""
+    graph: ActionGraph = field(repr=False, compare=False)
+    given: Program | None = field(default=None, repr=False)
+    """The lists with their own messages that were proved, if there were any."""
+
+    @cached_property
+    def _lowered(self) -> Lowered:
+        return lower(self.graph)
+
+    @property
+    def channels(self) -> Mapping[Pair, tuple[Message, ...]]:
+        """Per (sender stage, receiver stage): the messages in the order of their sending."""
+        return self._lowered.channels
+
+    @property
+    def pair_order(self) -> Mapping[Pair, tuple[Message, ...]]:
+        """Per (lower stage, higher stage): all messages both ways in the one order in which both must issue them."""
+        return self._lowered.pair_order if self.given is None else pairs_of(self.given, self.schedule.placement)
+
+    @property
+    def program(self) -> Program:
+        """Per stage: compute, SEND and RECV; as given, or in an order that blocking sends carry out."""
+        return self._lowered.program if self.given is None else self.given
 
 
 def peak_activations(
@@ -118,10 +135,9 @@ def validate(
     _check_complete(schedule, numbered)
     if schedule.forward_only:
         edges = Edges(edges.forward, frozenset(), edges.tied)
-    lowered = lower(ActionGraph.of(schedule, edges, numbered))
-    check_messages(schedule.name, lowered.program, schedule.placement, edges)
-    # what blocking sends carry out, ordered channels do too: where both ends meet, they meet in one order
-    check_blocking(schedule.name, lowered.program, schedule.placement)
+    graph = ActionGraph.of(schedule, edges, numbered)
+    # What blocking sends carry out, ordered channels do too: where both ends meet, they meet in one order.
+    assert all_meet(meetings(graph)), "messages in the order of one run always meet"
     peaks = peak_activations(schedule, activation)
     for stage, peak in enumerate(peaks):
         if memory_limit is not None and peak > memory_limit[stage] * (1 + 1e-9):
@@ -130,15 +146,8 @@ def validate(
                 f"{memory_limit[stage]:g}; fewer micro-batches in flight (less slack, '1f1b'), recompute or more stages"
             )
     groups = (tuple(sorted({schedule.placement[chunk] for chunk in group})) for group in edges.tied)
-    return Validated(
-        schedule,
-        edges,
-        lowered.channels,
-        lowered.pair_order,
-        lowered.program,
-        peaks,
-        tuple(stages for stages in groups if len(stages) > 1),
-    )
+    tied_order = tuple(stages for stages in groups if len(stages) > 1)
+    return Validated(schedule, edges, peaks, tied_order, graph)
 
 
 def validate_program(
@@ -162,16 +171,7 @@ def validate_program(
         check_blocking(name, program, schedule.placement)
     if ordered:
         check_ordered(name, program, schedule.placement)
-    pairs = pairs_of(program, schedule.placement) if ordered else proof.pair_order
-    return Validated(
-        schedule,
-        proof.edges,
-        proof.channels,
-        pairs,
-        tuple(map(tuple, program)),
-        proof.peak_activations,
-        proof.tied_order,
-    )
+    return replace(proof, given=tuple(map(tuple, program)))
 
 
 def compute_of(program: Sequence[Sequence[Action]], name: str, microbatches: int | None = None) -> Schedule:

@@ -20,7 +20,9 @@ from pipepart.schedule import (
     validate,
     validate_program,
 )
-from pipepart.schedule.deadlock import check_blocking, check_ordered
+from pipepart.schedule.deadlock import all_meet, check_blocking, check_ordered
+from pipepart.schedule.dependencies import ActionGraph
+from pipepart.schedule.messages import meetings
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 NAMES = sorted(SCHEDULES)
@@ -278,3 +280,34 @@ def test_what_blocking_sends_carry_out_ordered_channels_do_too(schedule, data):
     lists = program(schedule, forward, backward)
     check_blocking("own", lists, schedule.placement)
     check_ordered("own", lists, schedule.placement)
+    assert validate_program(lists, forward, backward).program == validate(schedule, forward, backward).program == lists
+
+
+@SETTINGS
+@given(schedules(4, 5), st.data())
+def test_the_short_form_of_the_blocking_check_says_the_same(schedule, data):
+    forward, backward = data.draw(edges_for(schedule.chunks))
+    edges = Edges.of(schedule.chunks, forward, () if schedule.forward_only else backward)
+    lists = meetings(ActionGraph.of(schedule, edges))
+    assert all_meet(lists)
+    longest = max(lists, key=len)
+    if len(longest) > 1:
+        a, b = data.draw(st.integers(0, len(longest) - 1)), data.draw(st.integers(0, len(longest) - 1))
+        longest[a], longest[b] = longest[b], longest[a]
+        order = {n: [n if n >= 0 else ~n for n in mine] for n, mine in enumerate(lists)}
+        assert all_meet(lists) == met_by_trying(order)
+        longest.pop()
+        assert not all_meet(lists)
+
+
+def met_by_trying(order):
+    """Take away any message that stands first on both its stages until nothing moves."""
+    left = {stage: list(mine) for stage, mine in order.items()}
+    while True:
+        heads = [mine[0] for mine in left.values() if mine]
+        met = next((n for n in heads if heads.count(n) == 2), None)
+        if met is None:
+            return not heads
+        for mine in left.values():
+            if mine and mine[0] == met:
+                mine.pop(0)
