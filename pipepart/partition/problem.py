@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -159,6 +160,10 @@ class Problem:
 
     def traffic(self) -> tuple[Tensor, ...]:
         """All tensors that could cross a cut: one per op with users, unless they were given."""
+        return self._traffic
+
+    @cached_property
+    def _traffic(self) -> tuple[Tensor, ...]:
         if self.tensors is not None:
             return self.tensors
         gradients = self.gradient_bytes
