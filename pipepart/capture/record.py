@@ -147,7 +147,7 @@ def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settin
             raise error from None
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, CaptureError):
-            eager(call, leaves, mode)  # if the model itself fails on the example, that error is the user's
+            _blame(call, leaves, mode)
         for path in reversed(failed.modules):
             if path and keep_whole(call.root, path, settings, text):
                 raise Retry from None
@@ -165,6 +165,19 @@ def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settin
             + "".join(f"  tried: {item}\n" for item in settings.history[-3:])
             + "  do: put this part into a submodule with at most 40 % of the parameters (it is then kept whole), or "
             "write it with tensor ops"
+        ) from error
+
+
+def _blame(call: Call, leaves: list[Any], mode: Any) -> None:
+    """If the model itself fails on the example, that error is the user's; without data it may be nobody's."""
+    try:
+        eager(call, leaves, mode)
+    except Exception as error:
+        if mode is None:
+            raise
+        raise CaptureError(
+            f"{call.what} cannot be recorded on the meta device: without the contents of its tensors it fails with "
+            f"{type(error).__name__}: {str(error)[:300]}\n  do: record it with real parameters"
         ) from error
 
 
@@ -205,7 +218,7 @@ def _recording(
         graph=graph,
         root=call.root,
         inputs=inputs,
-        loss_index=loss_index(base.output_tree, base.tensors[: base.output_count]),
+        loss_index=base.loss_index,
         logs=tuple(logs),
         training=call.root.training,
         constants=dict(recorder.constants),
@@ -217,31 +230,9 @@ def _recording(
         notes=(*recorder.notes, *notes),
     )
     annotate(recording, recorder)
-    expected = base.tensors
+    expected = base.values
     if base.leaves is not leaves:
         result, logged = eager(call, leaves, mode)
         expected = [*trees.flatten(result)[0], *(v for _, v, _ in logged if not isinstance(v, nn.Module))]
     verify(recording, [copy_leaf(leaf) for leaf in leaves], expected, mode)
-    recorder.kept.clear()
-    recorder.values.clear()
     return recording
-
-
-def loss_index(tree: trees.Tree, outputs: Sequence[Any]) -> int | None:
-    """Which leaf is the loss: the result itself, its ``loss``, its first leaf, or the only one that can be.
-
-    A loss is a scalar that requires grad.
-    """
-
-    def is_loss(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
-
-    start = 0
-    for key, child in zip(tree.keys, tree.children):
-        if key == "loss" and child.leaves == 1 and is_loss(outputs[start]):
-            return start
-        start += child.leaves
-    if outputs and is_loss(outputs[0]):
-        return 0
-    scalars = [i for i, value in enumerate(outputs) if is_loss(value)]
-    return scalars[0] if len(scalars) == 1 else None

@@ -80,6 +80,13 @@ class Recorder(NumberRecorder):
         self.mutations: dict[Any, fx.Node] = {}  # the last op that changed a storage in place
         self.current: dict[int, fx.Node | None] = {}  # up to which mutation the node of a tensor stands for it
 
+    def release(self) -> None:
+        """Let go of all tensors: the run is over, and only what was written down is needed."""
+        self.kept.clear()
+        self.values.clear()
+        for fact in self.facts.values():
+            fact.tensor = None
+
     # ---------------------------------------------------------------- nodes
 
     def make(

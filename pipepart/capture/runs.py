@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,12 +48,14 @@ class Call:
 
 @dataclass
 class Run:
+    """What one run gave; `logs` hold the metrics that were logged as objects, other logged values are outputs."""
+
     recorder: Recorder
-    outputs: list[Any]
     output_tree: trees.Tree
-    logs: list[tuple[str, Any, dict[str, Any]]]
+    logs: list[tuple[str, nn.Module | None, dict[str, Any]]]
     output_count: int
-    tensors: list[Any]
+    loss_index: int | None
+    values: list[Any]
     leaves: list[Any]
 
 
@@ -140,7 +142,31 @@ def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settin
             recorder.recording = False
             raise RunFailed(error, recorder.failed_in or [""]) from error
         recorder.facts[recorder.graph.output(nodes)] = Fact()
-        return Run(recorder, list(nodes), tree, logs, count, flat, leaves)
+        loss = loss_index(tree, outputs)
+        flat = [value.detach() if isinstance(value, torch.Tensor) else value for value in flat]
+        logs = [(name, value if isinstance(value, nn.Module) else None, options) for name, value, options in logs]
+        recorder.release()
+        return Run(recorder, tree, logs, count, loss, flat, leaves)
+
+
+def loss_index(tree: trees.Tree, outputs: Sequence[Any]) -> int | None:
+    """Which leaf is the loss: the result itself, its ``loss``, its first leaf, or the only one that can be.
+
+    A loss is a scalar that requires grad.
+    """
+
+    def is_loss(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
+
+    start = 0
+    for key, child in zip(tree.keys, tree.children):
+        if key == "loss" and child.leaves == 1 and is_loss(outputs[start]):
+            return start
+        start += child.leaves
+    if outputs and is_loss(outputs[0]):
+        return 0
+    scalars = [i for i, value in enumerate(outputs) if is_loss(value)]
+    return scalars[0] if len(scalars) == 1 else None
 
 
 def _itself(node: fx.Node) -> fx.Node:

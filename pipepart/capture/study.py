@@ -11,6 +11,7 @@ import torch
 
 from pipepart.capture import state, variants
 from pipepart.capture.explain import Explanation, explain
+from pipepart.capture.failures import NotRecordable
 from pipepart.capture.recorder import Recorder
 from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, keep_whole, run_once
 from pipepart.errors import CaptureError
@@ -37,6 +38,10 @@ class Study:
             try:
                 run = self._run(dim, size)
             except RunFailed as error:
+                if dim.is_batch and isinstance(error.error, NotRecordable):
+                    for path in reversed(error.modules):
+                        if keep_whole(self.call.root, path, self.settings, str(error)):
+                            raise Retry from None
                 reason = f"fails at size {size} ({str(error)[:160]})"
                 continue
             mismatch, numbers = self._compare(run)
