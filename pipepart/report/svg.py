@@ -12,8 +12,8 @@ from pipepart.schedule import COMPUTE, Timeline
 __all__ = ["static_svg", "write_svg"]
 
 STAGES = (
-    "#3b7dd8", "#e8833a", "#2a9d6f", "#c9489a", "#8a63d2", "#b8930b",
-    "#1799ad", "#d64545", "#6b8e23", "#9c6644", "#5c6bc0", "#7a8794",
+    "#3b7dd8", "#e8833a", "#2a9d6f", "#c9489a", "#8a63d2", "#b8930b", "#1799ad", "#d64545",
+    "#6b8e23", "#9c6644", "#5c6bc0", "#7a8794", "#00796b", "#ad1457", "#8d9a00", "#4e5a9a",
 )  # fmt: skip
 KINDS = {"F": "#4c86e8", "B": "#ef9b3b", "I": "#d9783d", "W": "#9a76d8", "SEND": "#2f9e8f", "REDUCE": "#c05299"}
 _NAMES = {

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from pipepart.errors import ConfigError
 from pipepart.report import save_graph, save_timeline, write_report
@@ -174,7 +174,7 @@ def _trace_when(runtime: StageRuntime, due: Callable[[], bool]) -> Callable[[], 
         return plain(leaves, **{**options, "trace": bool(options.get("trace")) or due()})
 
     runtime.train = train  # type: ignore[method-assign]
-    return lambda: vars(runtime).pop("train", None)  # type: ignore[return-value]
+    return lambda: vars(runtime).pop("train", None)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@
   pp.h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
   pp.s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
-  pp.stageColour = (stage) => `var(--s${stage % 12})`;
+  pp.stageColour = (stage) => `var(--s${stage % 16})`;
 
   const digits = (value) => (value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2));
   pp.seconds = function (value) {

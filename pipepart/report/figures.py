@@ -1,0 +1,73 @@
+"""Plans and measured steps as plain numbers under stable names: what trackers record."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from pipepart.planning.plan import Plan
+from pipepart.schedule import Timeline
+
+__all__ = ["PREFIX", "plan_figures", "step_figures"]
+
+PREFIX = "pipepart/"
+
+
+def plan_figures(plan: Plan) -> dict[str, float | int | str | list[int]]:
+    """What a run's configuration should say about its plan."""
+    return {
+        "hash": plan.hash,
+        "graph_hash": plan.graph_hash,
+        "stages": plan.stages,
+        "replicas": plan.replicas,
+        "chunks_per_stage": plan.chunks_per_stage,
+        "placement": list(plan.placement),
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+        "schedule": plan.schedule,
+        "slack": plan.slack,
+        "predicted_step_seconds": plan.step_time,
+        "predicted_bubble": plan.bubble,
+        "lower_bound_seconds": plan.lower_bound,
+        "gap": plan.gap,
+        "bottleneck_gap": plan.bottleneck_gap,
+        "cost_source": plan.cost_source,
+        "method": plan.method,
+    }
+
+
+def step_figures(
+    plan: Plan,
+    step_times: Sequence[float],
+    *,
+    timeline: Timeline | None = None,
+    memory: Sequence[float] | None = None,
+    gradient_norm: float | None = None,
+) -> dict[str, float]:
+    """One interval of training: its steps (seconds each), a traced step of it, bytes per stage, the gradient norm.
+
+    What is not known is left out, except for the predictions, which are always there to be held against.
+    """
+    found: dict[str, float] = {
+        "predicted_step_seconds": plan.step_time,
+        "predicted_bubble": plan.bubble,
+    }
+    if step_times:
+        step = statistics.median(step_times)
+        found["step_seconds"] = step
+        found["samples_per_second"] = plan.batch_size * plan.replicas / step if step else 0.0
+        found["prediction_error"] = plan.step_time / step - 1 if step else 0.0
+    if timeline is not None:
+        found["traced_step_seconds"] = timeline.step_time
+        found["bubble"] = timeline.bubble
+        for stage, events in enumerate(timeline.compute):
+            forward = sum(event.duration for event in events if event.action.kind == "F")
+            found[f"stage_{stage}/forward_seconds"] = forward
+            found[f"stage_{stage}/backward_seconds"] = timeline.busy[stage] - forward
+            found[f"stage_{stage}/idle_seconds"] = timeline.idle[stage]
+            found[f"stage_{stage}/predicted_busy_seconds"] = plan.timeline.busy[stage]
+    for stage, size in enumerate(memory or ()):
+        found[f"stage_{stage}/memory_bytes"] = size
+    if gradient_norm is not None:
+        found["gradient_norm"] = gradient_norm
+    return {PREFIX + name: float(value) for name, value in found.items()}

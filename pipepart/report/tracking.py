@@ -1,0 +1,58 @@
+"""Weights & Biases for runs that must not depend on it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+
+__all__ = ["SafeWandbLogger", "log_files"]
+
+
+class SafeWandbLogger(WandbLogger):
+    """Lightning's logger, offline unless told otherwise, and never the reason for which a run fails.
+
+    With `offline=False` the run is sent as it goes. If the server does not answer within `timeout` seconds, or nobody
+    is logged in, the run is kept on this machine instead, to be sent later with ``wandb sync``.
+    """
+
+    def __init__(self, *, offline: bool = True, timeout: float = 30.0, **options: Any) -> None:
+        super().__init__(offline=offline, **options)
+        self._timeout = timeout
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        if self._experiment is None and not self._offline:
+            import wandb
+
+            self._wandb_init.setdefault("settings", wandb.Settings(init_timeout=self._timeout))
+            try:
+                return super().experiment
+            except wandb.errors.Error as error:
+                rank_zero_warn(
+                    f"wandb cannot be reached ({str(error).splitlines()[0]}). The run is kept in "
+                    f"{str(self._save_dir or '.')!r} and can be sent later with `wandb sync`."
+                )
+                self._offline = True
+                self._wandb_init.update(mode="offline")
+                os.environ["WANDB_MODE"] = "offline"
+        return super().experiment
+
+
+@rank_zero_only
+def log_files(logger: WandbLogger, name: str, kind: str, files: dict[str, Path], metadata: dict[str, Any]) -> None:
+    """Files as one artifact of the run; a page among them is shown as a panel, too."""
+    import wandb
+
+    artifact = wandb.Artifact(name, type=kind, metadata=metadata)
+    for label, path in files.items():
+        artifact.add_file(str(path), name=label)
+    logger.experiment.log_artifact(artifact)
+    for label, path in files.items():
+        if path.suffix == ".html":
+            logger.experiment.log({f"pipepart/{Path(label).stem}": wandb.Html(path.read_text(), inject=False)})
