@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipepart.errors import PartitionError
@@ -57,14 +58,17 @@ class Route:
         return tuple(position for node in self.nodes for _, position in node.before)
 
 
-def make_route(problem: Problem, instance: Instance, chunks: int, microbatches: int, *, whole: bool = False) -> Route:
-    """The route of a problem. ``whole``: each chunk may use all memory of its stage (a relaxation for bounds)."""
+def make_route(
+    problem: Problem, instance: Instance, chunks: int, microbatches: int, *, shares: Sequence[float] | None = None
+) -> Route:
+    """The route of a problem. ``shares``: the part of its stage's memory that each chunk may use; all of it if left
+    out, which is a relaxation where a stage has several chunks."""
     if problem.any_order:
         return _pool(problem, instance, chunks, microbatches)
     stages = problem.placement if problem.placement is not None else tuple(range(chunks))
     positions = []
-    for chunk, stage in enumerate(stages):
-        share = 1.0 if whole else 1.0 / stages.count(stage)
+    for chunk in range(chunks):
+        share = 1.0 if shares is None else shares[chunk]
         positions.append(make_position(problem, chunk, problem.device(chunk), chunks, microbatches, share))
     able = [1.0 / instance.ratio[position.kind] for position in positions]
     nodes = [Node((), 0.0, sum(able), False)]

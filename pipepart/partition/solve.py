@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,7 +71,7 @@ def partition(problem: Problem, chunks: int, *, microbatches: int = 1, slack: fl
     require_work = problem.fewer or int(full.counts.sum()) >= chunks
     if not require_work:
         full = full_instance(problem, linked, False)
-    route = make_route(problem, full, chunks, microbatches, whole=True)
+    route = make_route(problem, full, chunks, microbatches)
     matters = memory_matters(full, route)
     if not matters:
         route = route.without_memory()
@@ -189,18 +190,21 @@ def _less_traffic(outcome: _Outcome, route: Route, slack: float) -> _Outcome:
     return dataclasses.replace(outcome, found=best)
 
 
-def _stage_load(found: Found, route: Route) -> int:
+def _stage_load(found: Found, route: Route) -> float:
     """The largest sum of loads of the chunks of one stage."""
-    sums: dict[int, int] = {}
-    for stage, load in zip(route.stages, found.loads):
-        sums[stage] = sums.get(stage, 0) + load
-    return max(sums.values())
+    return max(_stage_sums(route.stages, found.loads).values())
 
 
 def _share_memory(
     problem: Problem, prepared: Prepared, outcome: _Outcome, chunks: int, microbatches: int, slack: float
 ) -> _Outcome | None:
-    """Several chunks of a stage share its memory: if the free answer is too large, give each an equal part."""
+    """Several chunks of a stage share its memory: if the free answer is too large, give each a part of it.
+
+    By what the free answer would use, with the largest chunk of each stage as large as it would be, and in equal
+    parts; the best answer is taken.
+    """
+    assert problem.placement is not None
+    stages = problem.placement
     trial = make_partition(
         problem,
         _chunk_of(problem, prepared, outcome),
@@ -211,20 +215,47 @@ def _share_memory(
     )
     if _stages_fit(problem, trial):
         return outcome
-    route = make_route(problem, prepared.instance, chunks, microbatches)
-    shared = _search(prepared, route, slack)
-    if shared is None:
-        return None
-    return dataclasses.replace(shared, bound=outcome.bound, method=shared.method + ", equal parts of the memory")
+    room = {s: problem.devices[trial.devices[c]].memory - problem.reserved_bytes for c, s in enumerate(stages)}
+    best: _Outcome | None = None
+    for name in ("by need", "the largest chunk first", "equal parts"):
+        shares = [0.0] * chunks
+        for stage, size in room.items():
+            mine = [chunk for chunk in range(chunks) if stages[chunk] == stage]
+            for chunk, share in zip(mine, _parts([trial.memory[chunk] for chunk in mine], size, name)):
+                shares[chunk] = share
+        shared = _search(prepared, make_route(problem, prepared.instance, chunks, microbatches, shares=shares), slack)
+        if shared is not None and (best is None or shared.found.bottleneck < best.found.bottleneck):
+            best = dataclasses.replace(shared, bound=outcome.bound, method=f"{shared.method}, memory {name}")
+    return best
+
+
+def _parts(sizes: Sequence[float], room: float, rule: str) -> list[float]:
+    """The parts of a stage's memory for its chunks, which would like to have these sizes; they add up to one."""
+    count, used, largest = len(sizes), math.fsum(sizes), max(sizes)
+    if math.isinf(room) or rule == "equal parts":
+        return [1.0 / count] * count
+    if used <= room:  # what is left is for all of them
+        return [(size + (room - used) / count) / room for size in sizes]
+    if rule == "by need" or largest >= room or count == 1:
+        return [size / used for size in sizes]
+    rest = (room - largest) / (used - largest)
+    first = sizes.index(largest)
+    return [(size if index == first else size * rest) / room for index, size in enumerate(sizes)]
 
 
 def _stages_fit(problem: Problem, answer: Partition) -> bool:
     assert problem.placement is not None
-    held: dict[int, float] = {}
-    for chunk, size in enumerate(answer.memory):
-        held[problem.placement[chunk]] = held.get(problem.placement[chunk], 0.0) + size
+    held = _stage_sums(problem.placement, answer.memory)
     room = {s: problem.devices[answer.devices[c]].memory for c, s in enumerate(problem.placement)}
     return all(size <= room[stage] - problem.reserved_bytes for stage, size in held.items())
+
+
+def _stage_sums(stages: Sequence[int], values: Sequence[float]) -> dict[int, float]:
+    """Stage -> what its chunks have together."""
+    sums: dict[int, float] = {}
+    for stage, value in zip(stages, values):
+        sums[stage] = sums.get(stage, 0) + value
+    return sums
 
 
 def _chunk_of(problem: Problem, prepared: Prepared, outcome: _Outcome) -> list[int]:

@@ -179,9 +179,15 @@ def test_stages_with_several_chunks_share_their_memory() -> None:
     check(problem, answer)
     assert answer.devices == (0, 1, 0, 1)
     # The free optimum puts more on one stage than it can hold.
-    heavy = dataclasses.replace(problem, parameter_bytes=np.array([18.0, 1, 18, 1, 1, 1, 18, 1]))
+    heavy = dataclasses.replace(problem, parameter_bytes=np.array([18.0, 1, 1, 1, 18, 5, 1, 1]))
     answer = partition(heavy, 4)
     check(heavy, answer)
+    assert answer.bottleneck > 2 * 3.0
+    # 30 bytes in one op of the first chunk, 8 in one of the third: neither equal nor proportional parts would do.
+    uneven = dataclasses.replace(problem, parameter_bytes=np.array([30.0, 0, 0, 0, 8, 4, 4, 0]))
+    answer = partition(uneven, 4)
+    check(uneven, answer)
+    assert "the largest chunk first" in answer.method
 
 
 def test_stages_with_several_chunks_are_balanced_as_a_whole() -> None:
