@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_unflatten
 
 from pipepart.errors import PlanError
+from pipepart.strategy.loaders import unwrapped
 
 __all__ = ["first_batch", "open_loader"]
 
@@ -39,7 +40,7 @@ def first_batch(trainer: Trainer, loader: Any) -> Any:
     # Training takes one batch of every loader at once, evaluation one loader after the other.
     fitting = trainer.state.fn == TrainerFn.FITTING
     with isolate_rng(), _generators_kept(loader.flattened):
-        found = [next(iter(single), None) for single in (loader.flattened if fitting else loader.flattened[:1])]
+        found = [next(iter(unwrapped(one)), None) for one in (loader.flattened if fitting else loader.flattened[:1])]
     if any(batch is None for batch in found):
         raise PlanError("a loader of this run gave no batch; planning needs one to know the shapes")
     return prepare(trainer, tree_unflatten(found, tree_flatten(loader.iterables)[1]) if fitting else found[0])

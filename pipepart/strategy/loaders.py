@@ -9,12 +9,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipepart.errors import PlanError
 
-__all__ = ["ends_together", "needs_agreement"]
+__all__ = ["ends_together", "needs_agreement", "unwrapped"]
 
 
 def needs_agreement(loader: Any) -> bool:
     """Whether ranks may see a different number of batches: streams, not datasets with an index."""
-    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+    if isinstance(loader, DataLoader):
+        return isinstance(loader.dataset, IterableDataset)
+    return not hasattr(loader, "__len__")
 
 
 def ends_together(loader: Any, reads: bool, agree: Callable[[bool], bool]) -> Any:
@@ -27,6 +29,11 @@ def ends_together(loader: Any, reads: bool, agree: Callable[[bool], bool]) -> An
     except (TypeError, NotImplementedError):
         return _Stream(loader, reads, agree)
     return _SizedStream(loader, reads, agree)
+
+
+def unwrapped(loader: Any) -> Any:
+    """The user's loader, for a rank that looks at it on its own."""
+    return loader._loader if isinstance(loader, _Stream) else loader
 
 
 class _Stream:

@@ -21,19 +21,22 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from pipepart.capture import Recording, record_step
-from pipepart.errors import PlanError
+from pipepart.errors import CaptureError, PlanError
 from pipepart.planning import Plan, check_request
 from pipepart.runtime import Groups, Options, StageRuntime, agree_on_plan, example_microbatch
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
 from pipepart.runtime.transport import check_transport
 from pipepart.strategy import sharded as shards
 from pipepart.strategy.checkpoint_io import CheckpointError, SafeCheckpointIO, verify
 from pipepart.strategy.console import measured_against_predicted, tell
 from pipepart.strategy.effects import Effects, watched
 from pipepart.strategy.example import first_batch, open_loader
+from pipepart.strategy.finetuning import connect_finetuning
 from pipepart.strategy.mesh_strategy import MeshStrategy
 from pipepart.strategy.metrics import connect_metrics
 from pipepart.strategy.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
+from pipepart.strategy.recordings import Variants
 from pipepart.strategy.refusals import check_module, check_optimizers, check_trainer
 from pipepart.strategy.replay import replay
 from pipepart.strategy.scaler import connect_scaler, loss_scale_of
@@ -99,6 +102,7 @@ class PipelineStrategy(MeshStrategy):
         self._example_batch = example_batch
         self._runtime: StageRuntime | None = None
         self._effects: dict[str, Effects] = {}
+        self._variants: dict[str, Variants] = {}
         self._trainable: tuple[bool, ...] = ()
         self._signals: Signals | None = None
         self._undo_metrics: Callable[[], None] = lambda: None
@@ -124,6 +128,7 @@ class PipelineStrategy(MeshStrategy):
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_trainer(trainer)
+        connect_finetuning(trainer)
         if fitting:
             check_module(module)
         self._release_other_model(module, fitting)
@@ -151,7 +156,7 @@ class PipelineStrategy(MeshStrategy):
     def make_whole(self) -> None:
         """All parameters on every rank again, as after a run on one device. All ranks must call it together."""
         self._undo_metrics()
-        runtime, self._runtime, self._effects = self._runtime, None, {}
+        runtime, self._runtime, self._effects, self._variants = self._runtime, None, {}, {}
         if runtime is not None:
             _cut.pop(runtime.root, None)  # type: ignore[call-overload]
             runtime.make_whole()
@@ -177,6 +182,7 @@ class PipelineStrategy(MeshStrategy):
         self._runtime = StageRuntime(
             module, plan, graph, recording, self._groups, self.root_device, options.timeout, step, options.transport
         )
+        self._variants = {step: Variants(step, [step], 1)}
         self._undo_metrics = connect_metrics(module, self._runtime)
         if self._groups is not None:
             _cut[module] = self._runtime
@@ -194,11 +200,11 @@ class PipelineStrategy(MeshStrategy):
         return self.batch_to_device(box[0]) if self._example_batch is not None or self.global_rank else box[0]
 
     def _record(
-        self, module: LightningModule, name: str, step: str, batch: Any, loader: int | None = None
+        self, module: LightningModule, name: str, step: str, batch: Any, loader: int | None = None, batch_idx: int = 0
     ) -> Recording:
         training = step == "training_step"
         with self.precision_plugin.forward_context(), torch.set_grad_enabled(training), watched(module, step) as finish:
-            recording = record_step(module, step, batch, dataloader_idx=loader)
+            recording = record_step(module, step, batch, batch_idx=batch_idx, dataloader_idx=loader)
         self._effects[name] = finish(recording)
         if training:
             self._trainable = tuple(p.requires_grad for p in module.parameters())
@@ -210,21 +216,20 @@ class PipelineStrategy(MeshStrategy):
         """All micro-batches, forward and backward; the new gradients wait until `backward` is called."""
         module, trainer = self._module_and_trainer()
         if tuple(p.requires_grad for p in module.parameters()) != self._trainable:
-            self._add(
-                "training_step", "training_step", batch, None
-            )  # a part was frozen or thawed (fine-tuning callbacks)
+            self._variants["training_step"].names = []  # a part was frozen or thawed (fine-tuning callbacks)
+        name, leaves = self._recording_for("training_step", batch, batch_idx, None)
         started = time.perf_counter()
-        effects = self._effects["training_step"]
         result = self.runtime.train(
-            self._leaves("training_step", batch, batch_idx, None),
+            leaves,
             loss_scale=loss_scale_of(self.precision_plugin, self.root_device) / trainer.accumulate_grad_batches,
             trace=len(self.step_times) in (3, 10),
             outputs_everywhere=True,
-            separate=effects.separate,
+            separate=self._effects[name].separate,
             context=self.precision_plugin.forward_context,
+            name=name,
         )
         self.step_times.append(time.perf_counter() - started)
-        return replay(effects, result, self.runtime.recording("training_step"), module, self.runtime)
+        return replay(self._effects[name], result, self.runtime.recording(name), module, self.runtime)
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -246,46 +251,51 @@ class PipelineStrategy(MeshStrategy):
 
     def _evaluate(self, step: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
         module, _ = self._module_and_trainer()
-        name = step if dataloader_idx is None else f"{step}:{dataloader_idx}"
-        if not self.runtime.has(name):
-            self._add(name, step, batch, dataloader_idx)
+        name, leaves = self._recording_for(step, batch, batch_idx, dataloader_idx)
         result = self.runtime.evaluate(
-            name,
-            self._leaves(name, batch, batch_idx, dataloader_idx),
-            separate=self._effects[name].separate,
-            context=self.precision_plugin.forward_context,
+            name, leaves, separate=self._effects[name].separate, context=self.precision_plugin.forward_context
         )
         answer = replay(self._effects[name], result, self.runtime.recording(name), module, self.runtime)
         if self._signals is not None:
             self._signals.agree()
         return answer
 
-    def _add(self, name: str, step: str, batch: Any, dataloader_idx: int | None) -> None:
-        """Record a step when it is first needed, on the batch of the first stage of replica 0."""
-        module, _ = self._module_and_trainer()
-        with guarded(self._groups):
-            box = [batch]
-            if self._groups is not None:
-                dist.broadcast_object_list(box, 0)
-        leaves, tree = pytree.tree_flatten(self.batch_to_device(box[0]) if self.global_rank else box[0])
-        with self.runtime.gathered():
-            recording = self._record(module, name, step, pytree.tree_unflatten(leaves, tree), dataloader_idx)
-            self.runtime.add(name, recording)
-
-    def _leaves(self, name: str, batch: Any, batch_idx: int, dataloader_idx: int | None) -> list[Any] | None:
-        if not self.runtime.is_first:
-            return None
+    def _recording_for(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> tuple[str, list[Any] | None]:
+        """The name of a recording that holds for this batch, and the leaves of the batch on the first stage."""
         _, trainer = self._module_and_trainer()
-        known = {
+        numbers = {
             "batch_idx": batch_idx,
             "global_step": trainer.global_step,
             "current_epoch": trainer.current_epoch,
-            "dataloader_idx": dataloader_idx or 0,
+            "dataloader_idx": loader or 0,
         }
-        recording = self.runtime.recording(name)
-        wanted = {item.name for item in recording.inputs if item.kind == "number"}
-        with guarded(self._groups):
-            return recording.flatten((batch,), {key: value for key, value in known.items() if key in wanted})
+        key = step if loader is None else f"{step}:{loader}"
+        variants = self._variants.setdefault(key, Variants(key))
+        for _ in range(2):
+            if variants.names:
+                name, leaves = variants.choose(batch, numbers, self.runtime)
+                if name is not None:
+                    return name, leaves
+            self._add(variants, step, batch, batch_idx, loader)
+        raise CaptureError(f"{step}: what was recorded on this very batch does not hold for it")
+
+    def _add(self, variants: Variants, step: str, batch: Any, batch_idx: int, loader: int | None) -> None:
+        """Record a step when it is first needed, or once more, on the batch of the first stage of this replica."""
+        module, _ = self._module_and_trainer()
+        name = variants.new_name()
+        if self._groups is not None:
+            box = [batch]
+            with guarded(self._groups):
+                source = self._groups.rank_of_stage(self.plan.placement[0])
+                dist.broadcast_object_list(box, source, group=self._groups.pipeline)
+            batch = self.batch_to_device(box[0]) if self.global_rank != source else batch
+        leaves, tree = pytree.tree_flatten(batch)
+        total = batch_size_of(leaves)
+        parts = slice_leaves(leaves, microbatch_sizes(total, min(total, self.plan.microbatches)))
+        with self.runtime.gathered():
+            recording = self._record(module, name, step, pytree.tree_unflatten(parts[0], tree), loader, batch_idx)
+            self.runtime.add(name, recording)
+        variants.names.insert(0, name)
 
     def _module_and_trainer(self) -> tuple[LightningModule, Trainer]:
         assert self.lightning_module is not None

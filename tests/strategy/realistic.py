@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-__all__ = ["MODULES", "MICRO_STATISTICS", "build"]
+__all__ = ["MICRO_STATISTICS", "MODULES", "build"]
 
 
 class Rows(Dataset):
@@ -54,7 +54,7 @@ class Boring(Base):
     def training_step(self, batch, batch_idx):
         return {"loss": self.loss(self(batch))}
 
-    def validation_step(self, batch, batch_idx):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         loss = self.loss(self(batch))
         self.log("x", loss)
         return {"x": loss}
@@ -85,7 +85,9 @@ class Classifier(Base):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4))
         self.train_accuracy = MulticlassAccuracy(4)
-        self.val_metrics = MetricCollection({"acc": MulticlassAccuracy(4, average="micro"), "f1": MulticlassF1Score(4)}, prefix="val_")
+        self.val_metrics = MetricCollection(
+            {"acc": MulticlassAccuracy(4, average="micro"), "f1": MulticlassF1Score(4)}, prefix="val_"
+        )
         self.val_loss = MeanMetric()
         self.by_hand = MulticlassAccuracy(4, average="micro")
         self.kept: list[torch.Tensor] = []
@@ -179,7 +181,9 @@ class Autoencoder(Base):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(64, 8))
-        self.decoder = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Unflatten(1, (4, 4, 4)), nn.ConvTranspose2d(4, 1, 2, stride=2))
+        self.decoder = nn.Sequential(
+            nn.Linear(8, 64), nn.GELU(), nn.Unflatten(1, (4, 4, 4)), nn.ConvTranspose2d(4, 1, 2, stride=2)
+        )
 
     def forward(self, x):
         return self.decoder(self.encoder(x))
@@ -192,7 +196,7 @@ class Autoencoder(Base):
     def validation_step(self, batch):
         self.log("val_loss", F.mse_loss(self(batch), batch))
 
-    def predict_step(self, batch):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return {"code": self.encoder(batch), "image": self(batch)}
 
     def configure_optimizers(self):
@@ -215,8 +219,15 @@ class Pretrained(Base):
         from transformers import BertConfig, BertForSequenceClassification
 
         config = BertConfig(
-            vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+            vocab_size=40,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=3,
         )
         self.model = BertForSequenceClassification(config)
 
@@ -227,7 +238,9 @@ class Pretrained(Base):
 
     def validation_step(self, batch, batch_idx):
         output = self.model(**batch)
-        self.log_dict({"val_loss": output.loss, "val_accuracy": (output.logits.argmax(-1) == batch["labels"]).float().mean()})
+        self.log_dict(
+            {"val_loss": output.loss, "val_accuracy": (output.logits.argmax(-1) == batch["labels"]).float().mean()}
+        )
 
     @staticmethod
     def sample():
@@ -242,7 +255,9 @@ class Translation(Base):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(20, 16, padding_idx=0), nn.Embedding(24, 16)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True), 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True), 2, enable_nested_tensor=False
+        )
         self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 24, 0.0, batch_first=True), 2)
         self.head = nn.Linear(16, 24)
 
@@ -274,11 +289,15 @@ class Recurrent(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(16, 12), nn.LSTM(12, 16, num_layers=2, batch_first=True), nn.Linear(16, 4)
+        self.embed, self.lstm, self.head = (
+            nn.Embedding(16, 12),
+            nn.LSTM(12, 16, num_layers=2, batch_first=True),
+            nn.Linear(16, 4),
+        )
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        states, (h, c) = self.lstm(self.embed(x))
+        _, (h, _) = self.lstm(self.embed(x))
         logits = self.head(h[-1])
         loss = F.cross_entropy(logits, y)
         self.log("loss", loss)
@@ -297,8 +316,11 @@ class _Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
         )
 
     def forward(self, x):
@@ -343,12 +365,18 @@ class ManyLosses(Base):
     def losses(self, batch):
         x, y = batch
         h = self.body(x)
-        return {"class": F.cross_entropy(self.classes(h), y), "value": F.smooth_l1_loss(self.mean(h)[:, 0], x.sum(1)), "size": h.pow(2).mean()}
+        return {
+            "class": F.cross_entropy(self.classes(h), y),
+            "value": F.smooth_l1_loss(self.mean(h)[:, 0], x.sum(1)),
+            "size": h.pow(2).mean(),
+        }
 
     def training_step(self, batch, batch_idx):
         losses = self.losses(batch)
         total = losses["class"] + 0.5 * losses["value"] + 0.01 * losses["size"]
-        self.log_dict({f"train/{name}": value for name, value in losses.items()}, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict(
+            {f"train/{name}": value for name, value in losses.items()}, on_step=True, on_epoch=True, prog_bar=True
+        )
         self.log("train/total", total)
         self.last = total.detach()
         return total

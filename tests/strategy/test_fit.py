@@ -86,7 +86,9 @@ def test_weights_after_training_equal_one_process(name: str, stages: int) -> Non
 
 
 def test_gradient_accumulation_equals_one_process() -> None:
-    answers = run_ranks(2, _pipeline, "gpt", 2, 2, {"max_steps": 4, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5})
+    answers = run_ranks(
+        2, _pipeline, "gpt", 2, 2, {"max_steps": 4, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
+    )
     expected, _ = _plain_loop("gpt", 4, 0.5, accumulate=3)
     for key, value in expected.items():
         assert_close(key, answers[0][0][key], value, 3e-6)
@@ -129,7 +131,9 @@ def test_replicas_equal_one_process_on_the_union_of_their_batches() -> None:
 def _checkpoint(stages: int, devices: int, folder: str, resume: str | None, steps: int):
     module = Module("gpt", seed=3)
     trainer = L.Trainer(
-        strategy=PipelineStrategy(stages=stages, microbatches=4), devices=devices, max_steps=steps,
+        strategy=PipelineStrategy(stages=stages, microbatches=4),
+        devices=devices,
+        max_steps=steps,
         **{**QUIET, "enable_checkpointing": True, "default_root_dir": folder, "limit_val_batches": 0},
     )
     trainer.fit(module, loader("gpt", 44, 8), ckpt_path=resume)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from realistic import MICRO_STATISTICS, MODULES, build
 from support.ranks import run_ranks
-from watching import MicrobatchesByHand, run_fit
+from watching import MicrobatchesByHand, assert_same_run, assert_same_state, run_fit
 
 from pipepart import PipelineStrategy
 
@@ -40,24 +40,17 @@ def _reference(name: str) -> dict[str, Any]:
 def _check(name: str, answers: list[dict[str, Any]]) -> None:
     expected = _reference(name)
     for rank, answer in enumerate(answers):
-        got = answer[name]
         where = f"{name} on rank {rank}"
-        assert got["order"] == expected["order"], f"{where}: hooks"
-        assert (got["step"], got["epoch"]) == (expected["step"], expected["epoch"]), where
-        assert got["rates"] == expected["rates"], where
-        assert got["losses"] == pytest.approx(expected["losses"], rel=2e-5), where
-        assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-6), where
+        assert_same_run(answer[name], expected, where)
         if expected["epoch_values"] is not None:
-            assert got["epoch_values"] == pytest.approx(expected["epoch_values"], rel=1e-5), where
+            assert answer[name]["epoch_values"] == pytest.approx(expected["epoch_values"], rel=1e-5), where
     written = answers[0][name]["logged"]
-    assert [(step, list(line)) for step, line in written] == [(step, list(line)) for step, line in expected["logged"]], name
+    assert [(step, list(line)) for step, line in written] == [
+        (step, list(line)) for step, line in expected["logged"]
+    ], name
     for (_, line), (_, wanted) in zip(written, expected["logged"]):
         assert line == pytest.approx(wanted, rel=1e-4, abs=1e-6), name
-    state = answers[0][name]["state"]
-    assert list(state) == list(expected["state"]), name
-    for key, value in expected["state"].items():
-        difference = (state[key].float() - value.float()).abs().max()
-        assert difference <= 3e-5 * value.float().abs().max() + 1e-7, f"{name}: {key} differs by {difference}"
+    assert_same_state(answers[0][name]["state"], expected["state"], name)
 
 
 @pytest.mark.parametrize(("stages", "devices"), [(2, 2), (3, 3), (2, 4)])

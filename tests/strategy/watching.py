@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-__all__ = ["QUIET", "MicrobatchesByHand", "run_fit"]
+__all__ = ["QUIET", "MicrobatchesByHand", "Notes", "Written", "assert_same_run", "assert_same_state", "run_fit"]
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -39,9 +40,7 @@ class Written(Logger):
 
 
 _HOOKS = [
-    name
-    for name in vars(Callback)
-    if name.startswith("on_") and "checkpoint" not in name and name not in ("on_exception",)
+    name for name in vars(Callback) if name.startswith("on_") and "checkpoint" not in name and name != "on_exception"
 ]
 
 
@@ -69,7 +68,7 @@ for _name in _HOOKS:
 
 
 class MicrobatchesByHand(SingleDeviceStrategy):
-    """One device in plain Lightning that takes the batch in micro-batches: the reference where batch norm makes a difference."""
+    """One device in plain Lightning that takes the batch in micro-batches: the reference for batch norm."""
 
     def __init__(self, microbatches: int) -> None:
         super().__init__(device="cpu")
@@ -82,7 +81,8 @@ class MicrobatchesByHand(SingleDeviceStrategy):
         sizes = [size // count + (i < size % count) for i in range(count)]
         parts = zip(*(leaf.split(sizes) for leaf in leaves))
         losses = [
-            self.lightning_module.training_step(torch.utils._pytree.tree_unflatten(part, tree), batch_idx) for part in parts
+            self.lightning_module.training_step(torch.utils._pytree.tree_unflatten(part, tree), batch_idx)
+            for part in parts
         ]
         return sum(loss * part / size for loss, part in zip(losses, sizes))
 
@@ -105,3 +105,19 @@ def run_fit(module: L.LightningModule, train, val, strategy: Any, devices: int, 
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
     }
+
+
+def assert_same_run(got: dict[str, Any], expected: dict[str, Any], where: str, relative: float = 2e-5) -> None:
+    """Hooks, counters, learning rates, losses and metrics of a rank are those of one device."""
+    assert got["order"] == expected["order"], f"{where}: hooks"
+    assert (got["step"], got["epoch"]) == (expected["step"], expected["epoch"]), where
+    assert got["rates"] == expected["rates"], where
+    assert got["losses"] == pytest.approx(expected["losses"], rel=relative, abs=1e-6), where
+    assert got["metrics"] == pytest.approx(expected["metrics"], rel=5 * relative, abs=1e-6), where
+
+
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any], where: str, relative: float = 3e-5) -> None:
+    assert list(got) == list(expected), where
+    for key, value in expected.items():
+        difference = (got[key].float() - value.float()).abs().max()
+        assert difference <= relative * value.float().abs().max() + 1e-7, f"{where}: {key} differs by {difference}"
