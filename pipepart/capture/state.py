@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -151,6 +152,18 @@ def _shallow(value: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs every op that fails on fake tensors, though failing is an answer that we ask for."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
 def stand_ins(root: nn.Module) -> Iterator[Any]:
     """Put fake tensors (shape and dtype, no memory) in the place of all parameters, buffers and tensor attributes.
 
@@ -182,7 +195,8 @@ def stand_ins(root: nn.Module) -> Iterator[Any]:
                 saved.append((registry, tensors))
                 registry.update({key: fake(value) for key, value in tensors.items()})
     try:
-        yield mode
+        with _quiet():
+            yield mode
     finally:
         for registry, tensors in saved:
             registry.update(tensors)
