@@ -16,6 +16,7 @@ from pipepart.runtime.deferred import WeightWork, defer_weights, deferring
 from pipepart.runtime.mailbox import Announced, Inbox, Outbox
 from pipepart.runtime.messages import Routes, TensorSpec
 from pipepart.runtime.recompute import RandomState, again
+from pipepart.runtime.replicas import ReplicaMean
 from pipepart.runtime.transport import Transport
 from pipepart.schedule import Action, Event, Message, Schedule, channels
 
@@ -83,12 +84,20 @@ class Executor:
         step: StepInput,
         loss_scale: float = 1.0,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        mean: ReplicaMean | None = None,
     ) -> list[tuple[Any, ...]] | None:
         """Execute one step. Returns the flat outputs of every micro-batch on the stage with the last chunk."""
         work = _Step(self, schedule, step, loss_scale, context)
         self.events = []
-        for action in schedule.actions[self._stage]:
-            work.perform(action)
+        actions = schedule.actions[self._stage]
+        last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if mean is not None else {}
+        for action in actions:
+            if mean is None or last.get(action.chunk) != action:
+                work.perform(action)
+                continue
+            with mean.last_backward(action.chunk) if action.kind == "B" else nullcontext():
+                work.perform(action)
+            mean.chunk_is_final(action.chunk)
         work.finish()
         return work.outputs if self._last in self._chunks else None
 

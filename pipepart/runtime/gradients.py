@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -11,17 +11,19 @@ from torch import nn
 
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.ownership import Ownership
+from pipepart.runtime.replicas import ReplicaMean
 
 __all__ = ["GradientSync", "clip_grad_norm"]
-
-_BUCKET_BYTES = 25 * 2**20
 
 
 class GradientSync:
     """The collectives on gradients that a stage takes part in. Made once, by all ranks together."""
 
-    def __init__(self, ownership: Ownership, groups: Groups | None, timeout: timedelta) -> None:
-        self._groups = groups
+    def __init__(
+        self, ownership: Ownership, groups: Groups | None, timeout: timedelta, uses: Mapping[str, Sequence[int]]
+    ) -> None:
+        """`uses`: the chunks of this stage that use each parameter."""
+        self.mean: ReplicaMean | None = None
         self._tied: dict[str, dist.ProcessGroup] = {}
         if groups is None:
             return
@@ -37,6 +39,13 @@ class GradientSync:
             own = made[stages]
             if own is not None:
                 self._tied[name] = own
+        if groups.copies is not None:
+            self.mean = ReplicaMean(groups.copies, groups.mesh.replicas, uses, set(self._tied))
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """A step whose gradients will be reduced starts."""
+        if self.mean is not None:
+            self.mean.begin(parameters)
 
     def reduce(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Make the fresh gradients in `.grad` final: sum over ties, then mean over replicas."""
@@ -46,42 +55,8 @@ class GradientSync:
                 if parameter.grad is None:  # used here, but nothing flowed back: the others wait for our share
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
-        if self._groups is not None and self._groups.copies is not None:
-            self._average([p for p in parameters.values() if p.requires_grad], self._groups)
-
-    def _average(self, parameters: Sequence[nn.Parameter], groups: Groups) -> None:
-        replicas = groups.mesh.replicas
-        # Replicas may disagree on which parameters got a gradient (routing, skipped branches); the collective must not.
-        have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-        if parameters:
-            have = have.to(parameters[0].device)
-            dist.all_reduce(have, op=dist.ReduceOp.MAX, group=groups.copies)
-        used = [p for p, any_has in zip(parameters, have.tolist()) if any_has]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets(used):
-            gradients = [p.grad for p in bucket if p.grad is not None]
-            flat = torch.cat([g.reshape(-1) for g in gradients])
-            dist.all_reduce(flat, group=groups.copies)
-            flat /= replicas
-            for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients])):
-                gradient.copy_(part.view_as(gradient))
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Neighbouring parameters of one dtype, up to `_BUCKET_BYTES` together."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        full = size + parameter.numel() * parameter.element_size() > _BUCKET_BYTES
-        if bucket and (full or parameter.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-    if bucket:
-        yield bucket
+        if self.mean is not None:
+            self.mean.finish()
 
 
 def clip_grad_norm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -94,6 +95,7 @@ class Pipeline:
         self._runtime = StageRuntime(root, agreed, graph, training, groups, self._device, timeout, "step", transport)
         self._runtime.add("evaluate", evaluation)
         self._trace = False
+        self._accumulating = False
 
     @property
     def plan(self) -> Plan:
@@ -118,9 +120,25 @@ class Pipeline:
         """
         self.module.train()
         leaves = self._leaves("step", args, kwargs)
-        result = self._runtime.train(leaves, trace=self._trace)
+        result = self._runtime.train(leaves, trace=self._trace, reduce=not self._accumulating)
         self._runtime.hand_over()
         return self._runtime.recording("step").unflatten(result.outputs)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Steps inside keep their gradients on this rank; the next step outside reduces all of them together.
+
+        ```python
+        with pipe.accumulate():
+            pipe.step(first_half)
+        pipe.step(second_half)  # now `.grad` has the sum of both, over all replicas
+        ```
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from pipepart.runtime.header import share
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.messages import Routes
 from pipepart.runtime.microbatch import MicrobatchSizes, batch_size_of, merge_outputs, microbatch_sizes, slice_leaves
+from pipepart.runtime.replicas import ReplicaMean
 from pipepart.runtime.transport import Transport
 from pipepart.schedule import SCHEDULES, Schedule
 
@@ -66,6 +67,7 @@ class Program:
         outputs_everywhere: bool = False,
         separate: Collection[int] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        mean: ReplicaMean | None = None,
     ) -> StepResult:
         """Run all micro-batches. `leaves` are needed on the first stage only; what others pass is not looked at.
 
@@ -78,7 +80,7 @@ class Program:
             )
         step, sizes = self._prepare(leaves)
         schedule = self.schedule(len(sizes), forward=not train)
-        outputs = self.executor.run(schedule, step, loss_scale, context)
+        outputs = self.executor.run(schedule, step, loss_scale, context, mean)
         merged = None
         if outputs is not None:
             kept = [tuple(None if i in separate else value for i, value in enumerate(part)) for part in outputs]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipepart.capture import Recording, split
+from pipepart.capture import Chunk, Recording, split
 from pipepart.graph import OpGraph, op_graph
 from pipepart.planning import Plan, transfer
 from pipepart.runtime.failure import guarded
@@ -50,10 +50,13 @@ class StageRuntime:
         with guarded(groups):
             if groups is not None and plan.stages > 1:
                 self._transport = choose_transport(transport, groups, device, timeout)
-            self._sync = GradientSync(self.ownership, groups, timedelta(seconds=timeout))
+            uses = _uses(chunks, plan.placement, self.stage)
+            self._sync = GradientSync(self.ownership, groups, timedelta(seconds=timeout), uses)
         self._name = name
         self._programs = {name: Program(planned, chunks, plan, groups, self._transport, device)}
         self._fresh: dict[str, torch.Tensor] = {}
+        self._local: dict[str, torch.Tensor] = {}
+        """Gradients of steps that were not reduced."""
         self.timeline: Timeline | None = None
         self._hollow: dict[str, nn.Parameter] = {}
         """What stands in the place of the parameters of other stages; optimizers hold on to these objects."""
@@ -93,18 +96,25 @@ class StageRuntime:
         self,
         leaves: Sequence[Any] | None,
         *,
+        name: str | None = None,
         loss_scale: float = 1.0,
         trace: bool = False,
+        reduce: bool = True,
         outputs_everywhere: bool = False,
         separate: Collection[int] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> StepResult:
-        """Forward and backward of all micro-batches. The new gradients are kept apart until `hand_over`."""
+        """Forward and backward of all micro-batches. The new gradients are kept apart until `hand_over`.
+
+        With `reduce=False` they stay on this rank, and are added to those of the next step that reduces.
+        """
         parameters = self.named_parameters()
         before = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        for parameter in parameters.values():
-            parameter.grad = None
-        program = self._programs[self._name]
+        for key, parameter in parameters.items():
+            parameter.grad = self._local.pop(key, None)
+        if reduce:
+            self._sync.begin(parameters)
+        program = self._programs[name or self._name]
         try:
             with guarded(self.groups):
                 program.executor.tracing = trace
@@ -115,14 +125,17 @@ class StageRuntime:
                     outputs_everywhere=outputs_everywhere,
                     separate=separate,
                     context=context,
+                    mean=self._sync.mean if reduce else None,
                 )
-                self._sync.reduce(parameters)
+                if reduce:
+                    self._sync.reduce(parameters)
                 if trace:
                     self.timeline = self._gather_timeline(program.executor.events)
-            self._fresh = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            self._fresh, self._local = (made, {}) if reduce else ({}, made)
         finally:
-            for name, parameter in parameters.items():
-                parameter.grad = before.get(name)
+            for key, parameter in parameters.items():
+                parameter.grad = before.get(key)
         return result
 
     @torch.no_grad()
@@ -150,10 +163,17 @@ class StageRuntime:
 
     def from_last(self, value: Any) -> Any:
         """A plain value of the last stage on all stages of the replica. Every stage must call it."""
+        return self._from(value, self.plan.placement[-1])
+
+    def from_first(self, value: Any) -> Any:
+        """A plain value of the stage that reads the batch on all stages of the replica. Every stage must call it."""
+        return self._from(value, self.plan.placement[0])
+
+    def _from(self, value: Any, stage: int) -> Any:
         if self.groups is None or self._transport is None:
             return value
         with guarded(self.groups):
-            return share(value, self.groups, self._transport, self.plan.placement[-1], self.device)
+            return share(value, self.groups, self._transport, stage, self.device)
 
     def _gather_timeline(self, events: list[Event]) -> Timeline:
         """All stages' events of the step on one clock. Processes of one host share the monotonic clock."""
@@ -253,3 +273,13 @@ class StageRuntime:
             for name, parameter in self.root.named_parameters():
                 home = self.groups.rank_of_stage(self.ownership.parameters[name][0])
                 dist.broadcast(parameter.data, home, group=self.groups.pipeline)
+
+
+def _uses(chunks: Sequence[Chunk], placement: Sequence[int], stage: int) -> dict[str, list[int]]:
+    """The chunks of a stage that use each of its parameters."""
+    found: dict[str, list[int]] = {}
+    for chunk in chunks:
+        if placement[chunk.index] == stage:
+            for name in chunk.parameters:
+                found.setdefault(name, []).append(chunk.index)
+    return found

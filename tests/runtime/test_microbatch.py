@@ -39,7 +39,10 @@ def test_batch_size_is_that_of_the_first_tensor_with_a_dimension() -> None:
 def test_merged_outputs_are_those_of_one_batch() -> None:
     x = torch.randn(7, 3)
     sizes = microbatch_sizes(7, 3)
-    outputs = [(part.pow(2).sum(1).mean(), part * 2, part.mean(0), "label", (part > 0).sum() * 0 + 4) for part in x.split(sizes.sizes)]
+    outputs = [
+        (part.pow(2).sum(1).mean(), part * 2, part.mean(0), "label", (part > 0).sum() * 0 + 4)
+        for part in x.split(sizes.sizes)
+    ]
     loss, doubled, mean, label, count = merge_outputs(outputs, sizes)
     torch.testing.assert_close(loss, x.pow(2).sum(1).mean())
     torch.testing.assert_close(doubled, x * 2)

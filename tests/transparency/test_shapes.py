@@ -81,7 +81,11 @@ def _dropping(stages: int) -> list[dict[str, torch.Tensor]]:
     for _ in range(2):
         model = build("dropping")
         example = model.batch(8)
-        pipe = Pipeline(model, example, stages=stages, microbatches=4) if plan is None else Pipeline(model, example, plan=plan)
+        pipe = (
+            Pipeline(model, example, stages=stages, microbatches=4)
+            if plan is None
+            else Pipeline(model, example, plan=plan)
+        )
         plan = dataclasses.replace(pipe.plan, recompute=(True,) * len(pipe.plan.placement))
         torch.manual_seed(3)
         pipe.step(*example)
