@@ -1,12 +1,15 @@
 """Planning: the frozen plan, how it is made, and how it is laid over other steps of the same model."""
 
 from pipepart.planning.describe import describe, format_bytes, format_seconds
+from pipepart.planning.entry import plan
+from pipepart.planning.layout import Layout
 from pipepart.planning.plan import ChunkPlan, Plan, StageMemory, Traffic
 from pipepart.planning.planner import Request, auto_microbatches, check_request, make_plan
 from pipepart.planning.transfer import transfer
 
 __all__ = [
     "ChunkPlan",
+    "Layout",
     "Plan",
     "Request",
     "StageMemory",
@@ -17,5 +20,6 @@ __all__ = [
     "format_bytes",
     "format_seconds",
     "make_plan",
+    "plan",
     "transfer",
 ]

@@ -25,6 +25,7 @@ __all__ = [
     "choose",
     "finish",
     "make_plan",
+    "named",
     "weighed",
 ]
 
@@ -66,7 +67,7 @@ def make_plan(
     best = min(splits, key=weighed)
     if best.over > 0:
         raise nothing_fits(case, min(splits, key=lambda split: split.score))
-    tried = tuple((_named(split.recipe), split.step) for split in splits if split is not best and split.over <= 0)
+    tried = tuple((named(split.recipe), split.step) for split in splits if split is not best and split.over <= 0)
     return finish(case, best, microbatch_size, tried)
 
 
@@ -128,6 +129,7 @@ def finish(
     )
 
 
-def _named(recipe: Recipe) -> str:
+def named(recipe: Recipe) -> str:
+    """A recipe as tables and messages call it."""
     more = f", {recipe.chunks} chunks" if recipe.chunks > 1 else ""
     return recipe.schedule + more + (f", slack {recipe.slack}" if recipe.slack else "")
