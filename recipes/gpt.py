@@ -1,8 +1,8 @@
 """A small GPT over bytes, with one matrix that reads and writes them.
 
-    pipepart train recipe=gpt
-    pipepart train recipe=gpt data.path=my_book.txt model.depth=12 strategy.stages=4
-    pipepart train recipe=gpt model=gpt_124m data=tokens data.path=train.bin data.context=1024 trainer=gpu devices=8
+pipepart train recipe=gpt
+pipepart train recipe=gpt data.path=my_book.txt model.depth=12 strategy.stages=4
+pipepart train recipe=gpt model=gpt_124m data=tokens data.path=train.bin data.context=1024 trainer=gpu devices=8
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class GPTModule(L.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
-        self.log("val/loss", self.step(batch), prog_bar=True)
+        self.log("val/loss", self.step(batch), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimized(decayed(self), self.optimizer, self.scheduler)

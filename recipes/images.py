@@ -39,7 +39,9 @@ def _masks(kinds: torch.Tensor, size: int, generator: torch.Generator) -> torch.
 def draw_shapes(samples: int, size: int, classes: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Noisy pictures with one shape each, and which shape it is."""
     if not 2 <= classes <= 4:
-        raise ValueError(f"classes={classes}: there are 4 drawn shapes; expected 2 to 4, or a folder of yours (data.path)")
+        raise ValueError(
+            f"classes={classes}: there are 4 drawn shapes; expected 2 to 4, or a folder of yours (data.path)"
+        )
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(classes, (samples,), generator=generator)
     colour = torch.rand(samples, 3, 1, 1, generator=generator) + 0.5
@@ -94,10 +96,14 @@ class _PictureData(L.LightningDataModule):
         super().__init__()
         self.batch_size, self.workers = batch_size, workers
 
-    def split(self, items: list[tuple[Path, Any]], size: int, answer: Callable[[Any], torch.Tensor], folder: str) -> None:
+    def split(
+        self, items: list[tuple[Path, Any]], size: int, answer: Callable[[Any], torch.Tensor], folder: str
+    ) -> None:
         """Every tenth picture is for validation."""
         if len(items) < 10:
-            raise ValueError(f"{folder} holds {len(items)} usable pictures ({', '.join(_ENDINGS)}); expected at least 10")
+            raise ValueError(
+                f"{folder} holds {len(items)} usable pictures ({', '.join(_ENDINGS)}); expected at least 10"
+            )
         self.train = Files([item for i, item in enumerate(items) if i % 10], size, answer)
         self.val = Files(items[::10], size, answer)
 

@@ -1,8 +1,8 @@
 """A Llama of the transformers library, as it is: not a line of it knows of pipelines.
 
-    pip install "pipepart[zoo]"
-    pipepart train recipe=llama_hf
-    pipepart train recipe=llama_hf model.pretrained=my_llama_folder data=tokens data.path=train.bin trainer=gpu
+pip install "pipepart[zoo]"
+pipepart train recipe=llama_hf
+pipepart train recipe=llama_hf model.pretrained=my_llama_folder data=tokens data.path=train.bin trainer=gpu
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LlamaModule(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val/loss", self.step(batch), prog_bar=True)
+        self.log("val/loss", self.step(batch), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimized(decayed(self), self.optimizer, self.scheduler)

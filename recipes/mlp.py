@@ -1,7 +1,7 @@
 """The smallest recipe: a few linear layers that tell two spirals apart. Copy it to start your own.
 
-    pipepart train recipe=mlp
-    pipepart train recipe=mlp data.path=points.csv model.depth=12 strategy.stages=4
+pipepart train recipe=mlp
+pipepart train recipe=mlp data.path=points.csv model.depth=12 strategy.stages=4
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class MLPModule(L.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         points, classes = batch
         scores = self.net(points)
-        self.log("val/loss", F.cross_entropy(scores, classes), prog_bar=True)
-        self.log("val/accuracy", (scores.argmax(1) == classes).float().mean(), prog_bar=True)
+        self.log("val/loss", F.cross_entropy(scores, classes), prog_bar=True, sync_dist=True)
+        self.log("val/accuracy", (scores.argmax(1) == classes).float().mean(), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimized(self.parameters(), self.optimizer, self.scheduler)

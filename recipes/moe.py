@@ -1,7 +1,7 @@
 """A transformer with a mixture of experts: each token goes through the few experts that its router chooses.
 
-    pipepart train recipe=moe
-    pipepart train recipe=moe model.experts=8 model.depth=8 strategy.stages=4
+pipepart train recipe=moe
+pipepart train recipe=moe model.experts=8 model.depth=8 strategy.stages=4
 """
 
 from __future__ import annotations
@@ -61,7 +61,14 @@ class MoEBlock(Block):
 
 class MoE(nn.Module):
     def __init__(
-        self, vocabulary: int, context: int, width: int = 96, depth: int = 4, heads: int = 4, experts: int = 4, chosen: int = 2
+        self,
+        vocabulary: int,
+        context: int,
+        width: int = 96,
+        depth: int = 4,
+        heads: int = 4,
+        experts: int = 4,
+        chosen: int = 2,
     ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
@@ -106,7 +113,9 @@ class MoEModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         x, y = batch
-        self.log("val/loss", F.cross_entropy(self.model(x)[0].flatten(0, 1), y.flatten()), prog_bar=True)
+        self.log(
+            "val/loss", F.cross_entropy(self.model(x)[0].flatten(0, 1), y.flatten()), prog_bar=True, sync_dist=True
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimized(decayed(self), self.optimizer, self.scheduler)

@@ -1,7 +1,7 @@
 """A plain PyTorch loop with `Pipeline`, without Lightning and without configuration files.
 
-    torchrun --nproc-per-node 2 -m recipes.plain_pytorch
-    torchrun --nproc-per-node 4 -m recipes.plain_pytorch --stages 2 --steps 300
+torchrun --nproc-per-node 2 -m recipes.plain_pytorch
+torchrun --nproc-per-node 4 -m recipes.plain_pytorch --stages 2 --steps 300
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A residual network with batch norm that names what is in a picture.
 
-    pipepart train recipe=resnet
-    pipepart train recipe=resnet data.path=my_pictures data.classes=10 "model.blocks=[3,4,6,3]" model.width=64
+pipepart train recipe=resnet
+pipepart train recipe=resnet data.path=my_pictures data.classes=10 "model.blocks=[3,4,6,3]" model.width=64
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class ResNetModule(L.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         pictures, classes = batch
         scores = self.model(pictures)
-        self.log("val/loss", F.cross_entropy(scores, classes), prog_bar=True)
-        self.log("val/accuracy", (scores.argmax(1) == classes).float().mean(), prog_bar=True)
+        self.log("val/loss", F.cross_entropy(scores, classes), prog_bar=True, sync_dist=True)
+        self.log("val/accuracy", (scores.argmax(1) == classes).float().mean(), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimized(self.parameters(), self.optimizer, self.scheduler)

@@ -1,7 +1,7 @@
 """A stack of LSTMs that gives each letter of a word a tag. Batches have the length of their longest word.
 
-    pipepart train recipe=rnn
-    pipepart train recipe=rnn data.path=tagged.tsv data.tags=12 model.layers=8 strategy.stages=4
+pipepart train recipe=rnn
+pipepart train recipe=rnn data.path=tagged.tsv data.tags=12 model.layers=8 strategy.stages=4
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class TagData(L.LightningDataModule):
             found = [(word, [int(tag) for tag in row.split()]) for word, row in lines]
             for word, row in found:
                 if len(word) != len(row) or max(row) >= tags:
-                    raise ValueError(f"{path}: {word!r} has {len(row)} tags, the largest is {max(row)}; data.tags={tags}")
+                    raise ValueError(
+                        f"{path}: {word!r} has {len(row)} tags, the largest is {max(row)}; data.tags={tags}"
+                    )
         pairs = [(torch.tensor([ord(c) for c in word]), torch.tensor(row)) for word, row in found]
         cut = len(pairs) * 9 // 10
         self.train, self.val = pairs[:cut], pairs[cut:]
@@ -60,7 +62,9 @@ class TagData(L.LightningDataModule):
     @staticmethod
     def collate(pairs: list[Pair]) -> Pair:
         words, tags = zip(*pairs)
-        return pad_sequence(list(words), batch_first=True), pad_sequence(list(tags), batch_first=True, padding_value=NO_TAG)
+        return pad_sequence(list(words), batch_first=True), pad_sequence(
+            list(tags), batch_first=True, padding_value=NO_TAG
+        )
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, collate_fn=self.collate)  # type: ignore[arg-type]
@@ -109,8 +113,8 @@ class TaggerModule(L.LightningModule):
 
     def validation_step(self, batch: Pair, batch_idx: int) -> None:
         loss, right = self.step(batch)
-        self.log("val/loss", loss, prog_bar=True)
-        self.log("val/accuracy", right, prog_bar=True)
+        self.log("val/loss", loss, prog_bar=True, sync_dist=True)
+        self.log("val/accuracy", right, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimized(self.parameters(), self.optimizer, self.scheduler)

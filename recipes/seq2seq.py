@@ -42,7 +42,12 @@ class PairData(L.LightningDataModule):
     """Pairs of texts: made up, or lines of a file of yours (question TAB answer)."""
 
     def __init__(
-        self, length: int = 24, batch_size: int = 32, samples: int = 4096, path: str | None = None, vocabulary: int = 259
+        self,
+        length: int = 24,
+        batch_size: int = 32,
+        samples: int = 4096,
+        path: str | None = None,
+        vocabulary: int = 259,
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
@@ -87,7 +92,11 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(
-        self, x: torch.Tensor, allowed: torch.Tensor, memory: torch.Tensor | None = None, readable: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        allowed: torch.Tensor,
+        memory: torch.Tensor | None = None,
+        readable: torch.Tensor | None = None,
     ) -> torch.Tensor:
         h = self.norm1(x)
         x = x + self.look(h, h, allowed)
@@ -142,8 +151,8 @@ class Seq2SeqModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss, right = self.step(batch)
-        self.log("val/loss", loss, prog_bar=True)
-        self.log("val/accuracy", right, prog_bar=True)
+        self.log("val/loss", loss, prog_bar=True, sync_dist=True)
+        self.log("val/accuracy", right, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimized(decayed(self), self.optimizer, self.scheduler)

@@ -39,7 +39,9 @@ class _CodeData(L.LightningDataModule):
 
     def check(self) -> None:
         if len(self.codes) < 20 * self.context:
-            raise ValueError(f"the text has {len(self.codes)} codes; with context={self.context} it needs {20 * self.context}")
+            raise ValueError(
+                f"the text has {len(self.codes)} codes; with context={self.context} it needs {20 * self.context}"
+            )
 
     def train_dataloader(self) -> DataLoader:
         codes = self.codes[: len(self.codes) * 9 // 10]
@@ -79,9 +81,11 @@ class TokenData(_CodeData):
             raise ValueError(f"dtype={dtype!r}: expected uint8, uint16, uint32, int32 or int64")
         self.codes = np.memmap(path, dtype=np.dtype(dtype), mode="r")
         self.check()
-        largest = int(self.codes[: 1_000_000].max())
+        largest = int(self.codes[:1_000_000].max())
         if largest >= vocabulary:
-            raise ValueError(f"{path} holds token {largest}, but vocabulary={vocabulary}: set data.vocabulary or data.dtype")
+            raise ValueError(
+                f"{path} holds token {largest}, but vocabulary={vocabulary}: set data.vocabulary or data.dtype"
+            )
 
 
 _PEOPLE = ["Ada", "Bruno", "Chiara", "Dimitri", "Esi", "Farid", "Greta", "Hana", "Ivo", "Jun"]

@@ -1,7 +1,7 @@
 """A U-Net that finds shapes in noisy pictures. What each level sees on the way down goes to the same level on the way up.
 
-    pipepart train recipe=unet
-    pipepart train recipe=unet data.path=my_scans data.size=128 model.width=32 model.levels=4 strategy.stages=4
+pipepart train recipe=unet
+pipepart train recipe=unet data.path=my_scans data.size=128 model.width=32 model.levels=4 strategy.stages=4
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class UNetModule(L.LightningModule):
         scores = self.model(pictures)
         found = (scores > 0).float()
         overlap = (found * masks).sum() / ((found + masks) > 0).float().sum()
-        self.log("val/loss", F.binary_cross_entropy_with_logits(scores, masks), prog_bar=True)
-        self.log("val/overlap", overlap, prog_bar=True)
+        self.log("val/loss", F.binary_cross_entropy_with_logits(scores, masks), prog_bar=True, sync_dist=True)
+        self.log("val/overlap", overlap, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimized(self.parameters(), self.optimizer, self.scheduler)

@@ -1,7 +1,7 @@
 """A vision transformer that names what is in a picture.
 
-    pipepart train recipe=vit
-    pipepart train recipe=vit data.path=my_pictures data.classes=10 data.size=64 model.patch=8
+pipepart train recipe=vit
+pipepart train recipe=vit data.path=my_pictures data.classes=10 data.size=64 model.patch=8
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    def __init__(self, size: int, classes: int, patch: int = 4, width: int = 96, depth: int = 6, heads: int = 4) -> None:
+    def __init__(
+        self, size: int, classes: int, patch: int = 4, width: int = 96, depth: int = 6, heads: int = 4
+    ) -> None:
         super().__init__()
         if size % patch:
             raise ValueError(f"data.size={size} is not a multiple of model.patch={patch}")
@@ -76,8 +78,8 @@ class ViTModule(L.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         pictures, classes = batch
         scores = self.model(pictures)
-        self.log("val/loss", F.cross_entropy(scores, classes), prog_bar=True)
-        self.log("val/accuracy", (scores.argmax(1) == classes).float().mean(), prog_bar=True)
+        self.log("val/loss", F.cross_entropy(scores, classes), prog_bar=True, sync_dist=True)
+        self.log("val/accuracy", (scores.argmax(1) == classes).float().mean(), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimized(decayed(self), self.optimizer, self.scheduler)

@@ -30,6 +30,7 @@ __all__ = [
     "group_options",
     "groups",
     "search_path",
+    "without_nulls",
     "written",
 ]
 
@@ -86,6 +87,12 @@ def check_groups(overrides: Sequence[str], extra: Path | None = None, name: str 
                 raise ConfigError(f"{group}={value}: there is no such {group}; {did_you_mean(value, options)}")
 
 
+def without_nulls(overrides: Sequence[str], extra: Path | None = None) -> list[str]:
+    """`group=null` as Hydra wants it: `~group`."""
+    known = groups(extra)
+    return [f"~{text[:-5]}" if text.endswith("=null") and text[:-5] in known else text for text in overrides]
+
+
 @contextmanager
 def explaining(extra: Path | None = None) -> Iterator[None]:
     """Errors of Hydra and OmegaConf inside come out as one of ours."""
@@ -95,7 +102,9 @@ def explaining(extra: Path | None = None) -> Iterator[None]:
         raise explained(error, groups(extra)) from error
 
 
-def compose_config(overrides: Sequence[str], name: str = "train", extra: Path | None = None, hydra: bool = False) -> DictConfig:
+def compose_config(
+    overrides: Sequence[str], name: str = "train", extra: Path | None = None, hydra: bool = False
+) -> DictConfig:
     """The configuration with the overrides of the command line, with all references resolved.
 
     `hydra=True` keeps Hydra's own section (launcher, sweeper, choices of groups), unresolved.
@@ -106,7 +115,9 @@ def compose_config(overrides: Sequence[str], name: str = "train", extra: Path | 
         OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True)
     GlobalHydra.instance().clear()
     with explaining(extra), initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        config = compose(name, overrides=[*search_path(extra), *overrides], return_hydra_config=hydra)
+        config = compose(
+            name, overrides=[*search_path(extra), *without_nulls(overrides, extra)], return_hydra_config=hydra
+        )
         if not hydra:
             OmegaConf.resolve(config)
             missing = sorted(OmegaConf.missing_keys(config))
@@ -121,8 +132,12 @@ def checked(config: DictConfig) -> dict[str, Any]:
     plain: Any = OmegaConf.to_container(config, resolve=True)
     for section in ("model", "data"):
         if not isinstance(plain.get(section), dict) or "_target_" not in plain[section]:
-            raise ConfigError(f"{section} is empty: choose a recipe (pipepart recipes lists them), or give {section}._target_")
+            raise ConfigError(
+                f"{section} is empty: choose a recipe (pipepart recipes lists them), or give {section}._target_"
+            )
     check_targets(plain, _GIVEN_LATER)
+    if plain.get("cluster") is None:  # only planning has one
+        plain.pop("cluster", None)
     return plain
 
 

@@ -30,13 +30,18 @@ def quiet_libraries() -> None:
     os.environ.setdefault("WANDB_SILENT", "true")  # where its files are is said at the end
     os.environ.setdefault("WANDB_CONSOLE", "off")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*num_workers.*", ".*`lr_scheduler.step\\(\\)`.*"):
+    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*num_workers.*", ".*sync_dist=True.*"):
         warnings.filterwarnings("ignore", message=message)
     warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # the folder of the run is ours
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed", "lightning.pytorch"):
+    for name in (
+        "lightning.pytorch.utilities.rank_zero",
+        "lightning.fabric.utilities.distributed",
+        "lightning.pytorch",
+    ):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.utilities.distributed").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told by `ranks`
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # failures are told by `ranks`
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 

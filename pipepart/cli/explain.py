@@ -60,7 +60,7 @@ def _unknown_key(error: OmegaConfBaseException, groups: Sequence[str]) -> str:
     if key in extra:
         return f"{full} is not in the configuration, but {parent['_target_']} takes it: write +{full}=..."
     known += [name for name in extra if name not in known and name != "self"]
-    named = [name for name in known if not name.startswith("_")]
+    named = [name for name in known if not name.startswith("_") and name not in ("hydra", "cluster")]
     return f"{full}: there is no key {key!r}{f' in {above}' if above else ''}; {did_you_mean(key, named)}"
 
 

@@ -18,7 +18,6 @@ from pipepart.cli.console import quiet_libraries, stand_out
 from pipepart.cli.secrets import redacted
 from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
-from pipepart.planning import format_seconds
 from pipepart.report import save_timeline, write_report
 from pipepart.strategy import PipelineStrategy
 
@@ -87,6 +86,7 @@ def _loggers(config: dict[str, Any]) -> list[Logger]:
             continue
         made.append(build(node, allow, f"logger.{name}"))
         if isinstance(made[-1], WandbLogger):
+            made[-1]._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
             made[-1].log_hyperparams(redacted(config))
     return made
 
@@ -109,11 +109,6 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
         measured = statistics.median(steps)
         result["measured_step"] = measured
         result["samples_per_second"] = plan.batch_size * plan.replicas / measured
-        print(
-            f"\nmeasured   step {format_seconds(measured)} (median of {len(steps)}), "
-            f"predicted {format_seconds(plan.step_time)}: {plan.step_time / measured - 1:+.1%}",
-            flush=True,
-        )
     if timeline is not None:
         save_timeline(folder / "trace.json", timeline)
     write_report(folder / "report.html", plan, measured=timeline, measured_step=measured, title=str(config["name"]))

@@ -92,7 +92,9 @@ def _configured(command: str, examples: str) -> argparse.ArgumentParser:
     parser = _parser(command, examples, more)
     parser.add_argument("overrides", nargs="*", help="key=value, group=option, +new.key=value, ~key (as in Hydra)")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved configuration and stop")
-    parser.add_argument("--config-dir", type=Path, help="a folder with recipes and other options of yours, laid out as conf/")
+    parser.add_argument(
+        "--config-dir", type=Path, help="a folder with recipes and other options of yours, laid out as conf/"
+    )
     return parser
 
 
@@ -104,7 +106,7 @@ def _train(words: list[str]) -> int:
         "  pipepart train strategy=hybrid                      two pipelines of two stages\n"
         "  pipepart train -m strategy.schedule=gpipe,1f1b      a sweep, with a table at the end\n"
         "  pipepart train resume=outputs/latest/checkpoints/last.ckpt strategy.stages=4\n"
-        "  torchrun --nproc-per-node 2 -m pipepart.cli.main train recipe=mlp\n"
+        "  torchrun --nproc-per-node 2 -m pipepart.cli train recipe=mlp\n"
         "  pipepart train launcher=nodes launcher.nodes=2 launcher.address=HOST:29400 devices=8   (on both machines)\n"
         "  pipepart train -m launcher=slurm devices=8 hydra.launcher.partition=gpu",
     )

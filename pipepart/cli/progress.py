@@ -80,7 +80,9 @@ class Progress(ProgressBar):
 
     def _values(self, trainer: Trainer, module: LightningModule) -> str:
         found = {key: value for key, value in self.get_metrics(trainer, module).items() if key != "v_num"}
-        return "  ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items())
+        return "  ".join(
+            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
+        )
 
     @staticmethod
     def _total(trainer: Trainer) -> int | None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipepart.cli.console import shown
+from pipepart.cli.console import quiet_libraries, shown
 from pipepart.errors import PipelineError, PipepartError
 
 __all__ = ["already_started", "join_started", "run_as_rank", "start_ranks"]
@@ -30,8 +30,7 @@ def already_started() -> bool:
     names = os.environ
     return (
         "TORCHELASTIC_RUN_ID" in names
-        or int(names.get("SLURM_NTASKS", "1")) > 1
-        and "SLURM_PROCID" in names
+        or (int(names.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in names)
         or "SUBMITIT_LOCAL_GLOBALRANK" in names
     )
 
@@ -41,12 +40,18 @@ def join_started() -> tuple[int, int]:
     names = os.environ
     if "TORCHELASTIC_RUN_ID" not in names:
         if "SUBMITIT_LOCAL_GLOBALRANK" in names:
-            mine = {key: names[f"SUBMITIT_LOCAL_{key}"] for key in ("GLOBALRANK", "LOCALID", "NTASKS", "NNODES", "JOB_ID")}
+            mine = {
+                key: names[f"SUBMITIT_LOCAL_{key}"] for key in ("GLOBALRANK", "LOCALID", "NTASKS", "NNODES", "JOB_ID")
+            }
             rank, local, count, nodes, job = mine.values()
             host, node = "127.0.0.1", "0"
         else:
             rank, local, count = names["SLURM_PROCID"], names["SLURM_LOCALID"], names["SLURM_NTASKS"]
-            nodes, job, node = names.get("SLURM_NNODES", "1"), names.get("SLURM_JOB_ID", "0"), names.get("SLURM_NODEID", "0")
+            nodes, job, node = (
+                names.get("SLURM_NNODES", "1"),
+                names.get("SLURM_JOB_ID", "0"),
+                names.get("SLURM_NODEID", "0"),
+            )
             host = _first_host(names.get("SLURM_STEP_NODELIST", names.get("SLURM_JOB_NODELIST", "127.0.0.1")))
         number = int("".join(c for c in job if c.isdigit()) or 0)
         names.update(
@@ -73,6 +78,8 @@ def start_ranks(config: dict[str, Any], folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    quiet_libraries()  # again: the agent's loggers exist from here on
+    _no_tracker_noise()
     count, launcher = int(config["devices"]), config["launcher"]
     alone = int(launcher["nodes"]) == 1
     logs = folder / "logs"
@@ -91,7 +98,7 @@ def start_ranks(config: dict[str, Any], folder: Path) -> None:
         start_method="spawn",
         shutdown_timeout=_PATIENCE,
         # The first rank speaks; what the others say is in their files.
-        logs_specs=DefaultLogsSpecs(str(logs), redirects={rank: Std.ALL for rank in range(1, count)}),
+        logs_specs=DefaultLogsSpecs(str(logs), redirects=dict.fromkeys(range(1, count), Std.ALL)),
     )
     try:
         elastic_launch(launch, run_as_rank)(json.dumps(config), str(folder))
@@ -102,6 +109,13 @@ def start_ranks(config: dict[str, Any], folder: Path) -> None:
         last = folder / "checkpoints" / "last.ckpt"
         hint = f" Go on with resume={shown(last)}" if last.exists() else ""
         raise PipelineError(f"stopped by {name}; all processes have ended.{hint}") from None
+
+
+def _no_tracker_noise() -> None:
+    """Python's resource tracker warns of semaphores of ranks that were killed, after it has cleaned them up."""
+    said = [text for text in os.environ.get("PYTHONWARNINGS", "").split(",") if text]
+    mine = "ignore:resource_tracker:UserWarning"
+    os.environ["PYTHONWARNINGS"] = ",".join([*said, *([] if mine in said else [mine])])
 
 
 def _threads(processes: int) -> int:
@@ -175,7 +189,11 @@ def _first_cause(error: Any, logs: Path) -> str:
     if not own and killed:
         rank, failure = killed[0]
         name = signal.Signals(-failure.exitcode).name
-        hint = " The system does that when memory runs out: try more micro-batches or a smaller batch." if name == "SIGKILL" else ""
+        hint = (
+            " The system does that when memory runs out: try more micro-batches or a smaller batch."
+            if name == "SIGKILL"
+            else ""
+        )
         return f"rank {rank} was ended by {name}.{hint} All other processes have been ended."
     chosen = (own or sorted(reasons, key=lambda r: r["when"]) or [None])[0]
     if chosen is None:

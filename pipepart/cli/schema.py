@@ -21,7 +21,6 @@ from pipepart.strategy import PipelineStrategy
 
 __all__ = [
     "LauncherConfig",
-    "PlanConfig",
     "StrategyConfig",
     "TrainConfig",
     "TrainerConfig",
@@ -67,9 +66,18 @@ def _plain(annotation: Any) -> Any:
     return Any
 
 
-_SEQUENCES = tuple(typing.get_origin(kind) for kind in (typing.Sequence[int], typing.Iterable[int], typing.Mapping[str, int]))
+_SEQUENCES = tuple(
+    typing.get_origin(kind) for kind in (typing.Sequence[int], typing.Iterable[int], typing.Mapping[str, int])
+)
 
-_LIGHTNINGS_OWN = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "example_batch")
+_LIGHTNINGS_OWN = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "example_batch",
+)
 StrategyConfig = schema_of("StrategyConfig", PipelineStrategy.__init__, leave_out=_LIGHTNINGS_OWN)
 """The arguments of `PipelineStrategy`."""
 
@@ -113,17 +121,10 @@ class TrainConfig:
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
-
-
-@dataclass
-class PlanConfig(TrainConfig):
-    """The same for `pipepart plan`, with the cluster to plan for."""
-
     cluster: Any = None
+    """What to plan for (`pipepart plan`); training plans for the machine it runs on."""
 
 
 def register_schemas() -> None:
-    """Make the schemas known to Hydra as `train_schema` and `plan_schema`."""
-    store = ConfigStore.instance()
-    store.store("train_schema", TrainConfig)
-    store.store("plan_schema", PlanConfig)
+    """Make the schema known to Hydra, for the defaults list of train.yaml."""
+    ConfigStore.instance().store("train_schema", TrainConfig)

@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from pipepart.cli.config import checked, compose_config, conf_folder, explaining, search_path
+from pipepart.cli.config import checked, compose_config, conf_folder, explaining, search_path, without_nulls
 from pipepart.cli.console import bold, quiet_libraries, shown, table
 from pipepart.cli.ranks import already_started, join_started, run_as_rank
 from pipepart.cli.schema import register_schemas
@@ -40,19 +40,27 @@ def is_sweep(overrides: Sequence[str], extra: Path | None = None) -> bool:
 def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
     """Check all runs, then run them; one that fails does not stop the others. Returns 1 if any failed."""
     if already_started():
-        raise ConfigError("a sweep starts the processes of its runs itself: call `pipepart train -m` without torchrun or srun")
+        raise ConfigError(
+            "a sweep starts the processes of its runs itself: call `pipepart train -m` without torchrun or srun"
+        )
     quiet_libraries()
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_schemas()
     jobs = _check_all(overrides, extra)
     if jobs:
-        print(f"{bold('pipepart train -m')}  {len(jobs)} runs, one after the other unless a launcher spreads them", flush=True)
+        print(
+            f"{bold('pipepart train -m')}  {len(jobs)} runs, one after the other unless a launcher spreads them",
+            flush=True,
+        )
     hydra.version.setbase("1.3")
     GlobalHydra.instance().clear()
     with explaining(extra):
         main = Hydra.create_main_hydra2("pipepart", create_config_search_path(str(conf_folder())))
         returned = main.multirun(
-            "train", job, overrides=[*search_path(extra), *overrides], with_log_configuration=False
+            "train",
+            job,
+            overrides=[*search_path(extra), *without_nulls(overrides, extra)],
+            with_log_configuration=False,
         )
     flat = [one for batch in returned for one in batch] if isinstance(returned, list) else []
     results = [(list(one.overrides or ()), one.return_value) for one in flat]
@@ -133,7 +141,9 @@ def _redact_file(path: Path) -> None:
         for key in ("overrides",):
             hydra_part = clean.get("hydra", {}) if isinstance(clean, dict) else {}
             if isinstance(hydra_part.get(key), dict):
-                hydra_part[key] = {name: [redacted_override(str(t)) for t in texts] for name, texts in hydra_part[key].items()}
+                hydra_part[key] = {
+                    name: [redacted_override(str(t)) for t in texts] for name, texts in hydra_part[key].items()
+                }
         path.write_text(OmegaConf.to_yaml(OmegaConf.create(clean)))
 
 

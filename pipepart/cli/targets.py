@@ -38,7 +38,9 @@ def locate(name: str, allow: Sequence[str] = (), where: str = "_target_") -> Cal
     if not callable(found) or not any(_inside(home, package) for package in packages):
         raise ConfigError(f"{where} is {name!r}, which is not defined in an allowed package ({home or 'no class'})")
     if not inspect.isclass(found) and any(_inside(home, package) for package in ("torch", "lightning", "pipepart")):
-        raise ConfigError(f"{where} is {name!r}, which is not a class; only classes of {home.split('.')[0]} can be built")
+        raise ConfigError(
+            f"{where} is {name!r}, which is not a class; only classes of {home.split('.')[0]} can be built"
+        )
     return found
 
 
@@ -112,9 +114,7 @@ def check_call(
             raise ConfigError(f"{path}.{key}: expected {_shown(hints[key])}, got {value!r} ({type(value).__name__})")
     if partly:
         return
-    missing = [
-        key for key, p in named.items() if p.default is p.empty and key not in given and key not in filled
-    ]
+    missing = [key for key, p in named.items() if p.default is p.empty and key not in given and key not in filled]
     if missing:
         raise ConfigError(f"{path}.{missing[0]} is missing: {title} needs it")
 
@@ -145,7 +145,7 @@ def fits(value: Any, annotation: Any) -> bool:
         return isinstance(value, list) and all(fits(item, arguments[0]) for item in value if arguments)
     if origin is tuple or annotation is tuple:
         inner = arguments[:1] * len(value) if isinstance(value, list) and arguments[1:] == (...,) else arguments
-        return isinstance(value, list) and (not inner or len(inner) == len(value) and all(map(fits, value, inner)))
+        return isinstance(value, list) and (not inner or (len(inner) == len(value) and all(map(fits, value, inner))))
     if origin in (dict, Mapping) or annotation is dict:
         return isinstance(value, dict)
     return True

@@ -73,7 +73,9 @@ def check_run(config: dict[str, Any]) -> None:
     if config["resume"] is not None and not Path(config["resume"]).is_file():
         raise ConfigError(f"resume: there is no checkpoint {config['resume']!r}")
     if launcher["nodes"] > 1 and not launcher["address"] and not already_started():
-        raise ConfigError("launcher.nodes > 1 needs launcher.address=HOST:PORT of one of the machines, the same on each")
+        raise ConfigError(
+            "launcher.nodes > 1 needs launcher.address=HOST:PORT of one of the machines, the same on each"
+        )
 
 
 def prepare_folder(config: dict[str, Any], overrides: Sequence[str]) -> Path:

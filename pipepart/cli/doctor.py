@@ -1,0 +1,262 @@
+"""`pipepart doctor`: what is there, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import multiprocessing
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from pipepart.cli.console import bold, dim
+
+__all__ = ["Finding", "doctor", "findings"]
+
+_NEEDED = {
+    "torch": "2.6",
+    "lightning": "2.5",
+    "hydra-core": "1.3.2",
+    "networkx": "3.2",
+    "numpy": "1.26",
+    "wandb": "0.18",
+}
+_OPTIONAL = {
+    "transformers": 'recipe=llama_hf needs it: pip install "pipepart[zoo]"',
+    "hydra-submitit-launcher": 'launcher=slurm needs it: pip install "pipepart[slurm]"',
+    "pillow": "reading picture files needs it: pip install pillow",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `state` is ok, note (works, but) or fail."""
+
+    subject: str
+    state: str
+    text: str
+    todo: str = ""
+
+
+def doctor(try_processes: bool = True) -> int:
+    """Print all findings; returns 1 if something is broken."""
+    signs = {"ok": bold("ok  "), "note": "note", "fail": "FAIL"}
+    failed = 0
+    for finding in findings(try_processes):
+        print(f"{signs[finding.state]}  {finding.subject:<14}  {finding.text}", flush=True)
+        if finding.todo:
+            print(f"      {'':<14}  {dim('->')} {finding.todo}", flush=True)
+        failed += finding.state == "fail"
+    print(
+        f"\n{failed} problem{'s' if failed != 1 else ''} found"
+        if failed
+        else "\nall is well: pipepart train recipe=mlp"
+    )
+    return 1 if failed else 0
+
+
+def findings(try_processes: bool = True) -> Iterator[Finding]:
+    """All checks, quick ones first."""
+    yield _python()
+    yield from _packages()
+    yield _configuration()
+    yield from _devices()
+    yield from _backends()
+    yield _ports()
+    yield _host()
+    yield _shared_memory()
+    yield _folder("output folder", Path.cwd(), "go to a folder where you may write, or give output=FOLDER")
+    yield _cache()
+    if try_processes:
+        yield _two_processes()
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding("python", "ok", version)
+
+
+def _packages() -> Iterator[Finding]:
+    for name, least in _NEEDED.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "fail", "is not installed", f"pip install '{name}>={least}'")
+            continue
+        if _numbers(found) < _numbers(least):
+            yield Finding(name, "fail", f"{found} is too old", f"pip install '{name}>={least}'")
+        else:
+            yield Finding(name, "ok", found)
+    for name, todo in _OPTIONAL.items():
+        try:
+            yield Finding(name, "ok", importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "note", "is not installed (optional)", todo)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+
+def _configuration() -> Finding:
+    from pipepart.cli.config import checked, compose_config, group_options
+    from pipepart.errors import PipepartError
+
+    names, broken = group_options("recipe"), []
+    for name in names:
+        try:
+            checked(compose_config([f"recipe={name}"]))
+        except PipepartError as error:
+            broken.append(f"{name}: {error}")
+    if len(broken) == len(names):
+        return Finding("recipes", "fail", "none can be used", broken[0] if broken else "install pipepart again")
+    if broken:
+        return Finding("recipes", "note", f"{len(names) - len(broken)} of {len(names)} can be used", "; ".join(broken))
+    return Finding("recipes", "ok", f"{len(names)}: {', '.join(names)}")
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    todo = "stages share it, so a pipeline is not faster than one process here" if cores < 2 else ""
+    yield Finding("cores", "note" if cores < 2 else "ok", f"{cores} for this process", todo)
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > 1.5 * cores:
+        yield Finding(
+            "load", "note", f"{os.getloadavg()[0]:.1f}", "other programs use the cores; measured costs will be off"
+        )
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+        yield Finding("gpus", "ok", f"{torch.cuda.device_count()}: {', '.join(sorted(names))}")
+        return
+    built = torch.version.cuda or getattr(torch.version, "hip", None)
+    if built and shutil.which("nvidia-smi"):
+        yield Finding(
+            "gpus", "fail", f"torch is built for {built} but sees none", "see what nvidia-smi says about the driver"
+        )
+    else:
+        yield Finding("gpus", "ok", "none; stages run on cores")
+
+
+def _backends() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield Finding("gloo", "fail", "is not in this build of torch", "install an official build of torch")
+    else:
+        yield Finding("gloo", "ok", "available")
+    if torch.cuda.is_available():
+        fine = dist.is_nccl_available()
+        yield Finding("nccl", "ok" if fine else "fail", "available" if fine else "is not in this build of torch")
+
+
+def _ports() -> Finding:
+    try:
+        with socket.socket() as server, socket.socket() as client:
+            server.bind(("127.0.0.1", 0))
+            server.listen()
+            client.settimeout(5)
+            client.connect(server.getsockname())
+    except OSError as error:
+        return Finding(
+            "ports", "fail", f"processes cannot talk on 127.0.0.1: {error}", "allow connections on the loopback device"
+        )
+    return Finding("ports", "ok", "processes can talk on 127.0.0.1")
+
+
+def _host() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return Finding(
+            "host name",
+            "note",
+            "does not resolve",
+            f"for several machines: add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME",
+        )
+    if address.startswith("127."):
+        todo = "for several machines: let it resolve to an address that the others reach, or set GLOO_SOCKET_IFNAME"
+        return Finding("host name", "note", "resolves to this machine only", todo)
+    return Finding("host name", "ok", "resolves")
+
+
+def _shared_memory() -> Finding:
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        return Finding("shared memory", "ok", "by the system (no /dev/shm here)")
+    free = shutil.disk_usage(place).free
+    if free < 64e6:
+        todo = "start the container with more (docker run --shm-size=1g), or use strategy.timeout to notice failures sooner"
+        return Finding(
+            "shared memory", "fail" if free < 8e6 else "note", f"only {free / 1e6:.0f} MB free", todo.split(", or")[0]
+        )
+    return Finding("shared memory", "ok", f"{free / 1e9:.1f} GB free")
+
+
+def _folder(subject: str, folder: Path, todo: str) -> Finding:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return Finding(subject, "fail", f"cannot be written: {error.strerror}", todo)
+    free = shutil.disk_usage(folder).free
+    if free < 1e9:
+        return Finding(subject, "note", f"can be written, {free / 1e9:.2f} GB free", "make room: checkpoints need it")
+    return Finding(subject, "ok", f"can be written, {free / 1e9:.0f} GB free")
+
+
+def _cache() -> Finding:
+    from pipepart.cost.cache import cache_folder
+
+    found = _folder("cache", cache_folder(), "set PIPEPART_CACHE to a folder where you may write")
+    return Finding("cache", "note", found.text, found.todo) if found.state == "fail" else found
+
+
+def _exchange(rank: int, store: str, answers: multiprocessing.Queue) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    value = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(value)
+    answers.put(float(value[0]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _two_processes(seconds: float = 90) -> Finding:
+    """Start two processes that add two tensors over gloo, as stages do."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="pipepart-doctor-") as folder:
+        answers = context.Queue()
+        ranks = [
+            context.Process(target=_exchange, args=(rank, os.path.join(folder, "store"), answers), daemon=True)
+            for rank in range(2)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(seconds)
+            codes = [rank.exitcode for rank in ranks]
+        finally:
+            for rank in ranks:
+                if rank.is_alive():
+                    rank.kill()
+        if codes != [0, 0] or {answers.get(timeout=5) for _ in ranks} != {3.0}:
+            todo = "see that no firewall is between processes of this machine; GLOO_SOCKET_IFNAME=lo helps on some"
+            return Finding("two processes", "fail", f"could not exchange a tensor (exit codes {codes})", todo)
+    return Finding("two processes", "ok", "exchanged a tensor over gloo")
