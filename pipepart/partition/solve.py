@@ -39,6 +39,8 @@ _NO_LIMIT = 1 << 40
 _MOST_PAIRS = 40_000_000
 """Chunks that one exact search may look at: a few seconds."""
 _MANY_PAIRS = 8_000_000
+_TENTHS = (3, 7, 2, 8, 4, 6, 1, 9)
+"""Parts of a stage's memory for its first chunk, tried where nothing else fits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +203,7 @@ def _share_memory(
     """Several chunks of a stage share its memory: if the free answer is too large, give each a part of it.
 
     By what the free answer would use, with the largest chunk of each stage as large as it would be, and in equal
-    parts; the best answer is taken.
+    parts: the best answer is taken. Other parts are tried only if none of these fits.
     """
     assert problem.placement is not None
     stages = problem.placement
@@ -217,7 +219,9 @@ def _share_memory(
         return outcome
     room = {s: problem.devices[trial.devices[c]].memory - problem.reserved_bytes for c, s in enumerate(stages)}
     best: _Outcome | None = None
-    for name in ("by need", "the largest chunk first", "equal parts"):
+    for name in ("by need", "the largest chunk first", "equal parts", *(f"{tenth}/10 first" for tenth in _TENTHS)):
+        if best is not None and name.endswith("/10 first"):
+            break
         shares = [0.0] * chunks
         for stage, size in room.items():
             mine = [chunk for chunk in range(chunks) if stages[chunk] == stage]
@@ -232,11 +236,14 @@ def _share_memory(
 def _parts(sizes: Sequence[float], room: float, rule: str) -> list[float]:
     """The parts of a stage's memory for its chunks, which would like to have these sizes; they add up to one."""
     count, used, largest = len(sizes), math.fsum(sizes), max(sizes)
-    if math.isinf(room) or rule == "equal parts":
+    if math.isinf(room) or rule == "equal parts" or count == 1:
         return [1.0 / count] * count
+    if rule.endswith("/10 first"):
+        part = int(rule[0]) / 10
+        return [part, *[(1 - part) / (count - 1)] * (count - 1)]
     if used <= room:  # what is left is for all of them
         return [(size + (room - used) / count) / room for size in sizes]
-    if rule == "by need" or largest >= room or count == 1:
+    if rule == "by need" or largest >= room:
         return [size / used for size in sizes]
     rest = (room - largest) / (used - largest)
     first = sizes.index(largest)
