@@ -30,14 +30,15 @@ def write_report(
     measured_step: float | None = None,
     title: str = "pipepart",
     compare: Plan | None = None,
-    optimizer_states: float = 2.0,
+    optimizer_states: float | None = None,
     memory_limit: float | Sequence[float] | None = None,
 ) -> Path:
     """Write one self-contained HTML page about a plan.
 
     `graph` is the `OpGraph` that was planned (or a `GraphView`), `costs` its per-op costs, `measured` a traced step,
     `measured_step` the seconds of a usual step (by default those of the traced one), `compare` a second plan.
-    `optimizer_states` says how many times the weights the optimizer keeps, `memory_limit` the bytes of a device.
+    `optimizer_states` (how many times the weights the optimizer keeps) and `memory_limit` (bytes of a device) are taken
+    from the plan unless they are given.
     """
     target = Path(path)
     payload = make_payload(

@@ -20,37 +20,42 @@ EXACT_EVENTS = 20_000
 
 @dataclasses.dataclass(frozen=True)
 class MemoryModel:
-    """What a plan does not say about memory: what the optimizer keeps, and how much there is."""
+    """What the caller knows better than the plan about memory; what is None is taken from the plan."""
 
-    optimizer_states: float = 2.0
+    optimizer_states: float | None = None
     """Bytes that the optimizer keeps per byte of weights: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
     limit: float | Sequence[float] | None = None
-    """Bytes of a device, or one number for each stage; None: not known."""
+    """Bytes of a device, or one number for each stage."""
 
-    def limits(self, stages: int) -> list[float | None]:
+    def limits(self, plan: Plan) -> list[float | None]:
         if self.limit is None or isinstance(self.limit, (int, float)):
-            return [self.limit] * stages
-        if len(self.limit) != stages:
-            raise PlanError(f"memory limit: expected one number or {stages}, one for each stage, got {len(self.limit)}")
+            return [plan.memory_limit if self.limit is None else self.limit] * plan.stages
+        if len(self.limit) != plan.stages:
+            raise PlanError(
+                f"memory limit: expected one number or {plan.stages}, one for each stage, got {len(self.limit)}"
+            )
         return list(self.limit)
+
+
+USUAL_STATES = 2.0
+"""Of Adam: for plans that say nothing about memory."""
 
 
 def stage_memory(plan: Plan, memory: MemoryModel | None = None) -> list[dict[str, float | None]]:
     """Per stage: bytes of weights, gradients, optimizer state and activations at their peak, and the limit."""
     memory = memory or MemoryModel()
-    limits = memory.limits(plan.stages)
     found: list[dict[str, float | None]] = []
-    for stage in range(plan.stages):
-        weights = float(sum(chunk.parameter_bytes for chunk in plan.chunks if chunk.stage == stage))
-        found.append(
-            {
-                "weights": weights,
-                "gradients": weights,
-                "optimizer": weights * memory.optimizer_states,
-                "activations": plan.timeline.peak_activations[stage],
-                "limit": limits[stage],
-            }
-        )
+    for stage, limit in enumerate(memory.limits(plan)):
+        if plan.memory:
+            held = plan.memory[stage]
+            row: dict[str, float | None] = dataclasses.asdict(held)
+        else:
+            weights = float(sum(chunk.parameter_bytes for chunk in plan.chunks if chunk.stage == stage))
+            live = plan.timeline.peak_activations[stage]
+            row = {"weights": weights, "gradients": weights, "optimizer": weights * USUAL_STATES, "activations": live}
+        if memory.optimizer_states is not None:
+            row["optimizer"] = float(row["weights"] or 0.0) * memory.optimizer_states
+        found.append({**row, "limit": limit})
     return found
 
 
@@ -91,8 +96,15 @@ def make_payload(
         "measured_step": measured_step,
         "graph": _graph(view, known=graph is not None),
         "schedules": {name: kind.summary for name, kind in SCHEDULES.items()},
-        "optimizer_states": (memory or MemoryModel()).optimizer_states,
+        "optimizer_states": _states(plan, memory),
     }
+
+
+def _states(plan: Plan, memory: MemoryModel | None) -> float | None:
+    """How many times the weights the optimizer was counted as; None: as the plan counts it."""
+    if memory is not None and memory.optimizer_states is not None:
+        return memory.optimizer_states
+    return None if plan.memory else USUAL_STATES
 
 
 def _packed(timeline: Timeline) -> dict[str, Any]:
@@ -126,6 +138,9 @@ def _plan(plan: Plan, memory: MemoryModel | None) -> dict[str, Any]:
         "cost_source": plan.cost_source,
         "method": plan.method,
         "baselines": plan.baselines,
+        "tried": plan.tried,
+        "recompute": plan.recomputes,
+        "cluster": plan.cluster,
         "costs": {
             "forward": costs.forward,
             "backward_input": costs.backward_input,

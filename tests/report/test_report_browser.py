@@ -36,7 +36,10 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     """One file for each kind of page."""
     folder = tmp_path_factory.mktemp("pages")
     graph = gpt_graph(6)
-    costs, plan = costs_of(graph), sample_plan(4, graph=graph)
+    costs = costs_of(graph)
+    plan = dataclasses.replace(
+        sample_plan(4, graph=graph), tried=(("gpipe, 4 stages", 0.2), ("2 x 2 devices", 0.3)), cluster="two hosts"
+    )
     measured = jittered(plan)
     other = moved(sample_plan(4, 1, 8, "zb_h1", graph=graph, seed=3), 5)
     odd = gpt_graph(4, NASTY)
@@ -136,6 +139,8 @@ def test_every_stage_and_every_action_is_there(browser, pages):
         assert page.locator("#schedule .ev.critical").count() > 8
         assert page.locator("#schedule .flow").count() > 20
         assert page.locator("[data-skip='0-2']").count() == 1
+        page.click("#tried summary")
+        assert page.locator("#tried tbody tr").count() == 2
         assert "167" in page.inner_text("#kpi-step") or "ms" in page.inner_text("#kpi-step")
 
 

@@ -13,6 +13,7 @@ import pytest
 from report_samples import costs_of, gpt_graph, jittered, moved, sample_plan
 
 from pipepart.errors import PlanError
+from pipepart.planning.plan import StageMemory
 from pipepart.report import GraphView, write_report
 from pipepart.report.page import embed_json, render_page
 from pipepart.report.payload import MemoryModel, make_payload, stage_memory
@@ -90,6 +91,21 @@ def test_memory_by_kind():
         assert row["limit"] == (stage + 1) * 1e6
     with pytest.raises(PlanError, match="one for each stage"):
         stage_memory(plan, MemoryModel(limit=[1.0]))
+
+
+def test_memory_that_the_plan_knows_is_shown_as_it_is():
+    held = tuple(StageMemory(100 + n, 200, 300, 400) for n in range(4))
+    plan = dataclasses.replace(sample_plan(4), memory=held, memory_limit=5e3)
+    rows = stage_memory(plan)
+    assert [row["weights"] for row in rows] == [100, 101, 102, 103]
+    assert {(row["optimizer"], row["activations"], row["limit"]) for row in rows} == {(300, 400, 5e3)}
+    assert make_payload(plan, title="x")["optimizer_states"] is None
+    assert make_payload(sample_plan(4), title="x")["optimizer_states"] == 2.0
+    assert stage_memory(plan, MemoryModel(0.0, 1.0))[1] == {
+        **dataclasses.asdict(held[1]),
+        "optimizer": 0.0,
+        "limit": 1.0,
+    }
 
 
 def test_refuses_what_does_not_belong_to_the_plan():

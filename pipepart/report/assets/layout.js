@@ -89,10 +89,12 @@
     });
     const sweeps = nodes.length > 2000 ? 12 : 40;
     for (let sweep = 0; sweep < sweeps; sweep++) {
-      const both = sweep > 3, list = sweep % 2 === 0 ? rows : rows.slice().reverse();
+      // at the end from the top down, each below what feeds it: chains become straight
+      const settle = sweep >= sweeps - 2, both = sweep > 3 && !settle, list = settle || sweep % 2 === 0 ? rows : rows.slice().reverse();
       for (const row of list) {
         const wanted = row.map((n) => {
-          const mates = both ? [...up[n], ...below[n]] : sweep % 2 === 0 ? up[n] : below[n];
+          let mates = both ? [...up[n], ...below[n]] : settle || sweep % 2 === 0 ? up[n] : below[n];
+          if (settle && !nodes[n].dummy && mates.some((m) => !nodes[m].dummy)) mates = mates.filter((m) => !nodes[m].dummy);
           if (!mates.length) return x[n];
           let sum = 0, weight = 0;
           for (const m of mates) { const w = nodes[n].dummy && nodes[m].dummy ? 8 : nodes[n].dummy || nodes[m].dummy ? 0.3 : 2; sum += w * x[m]; weight += w; }

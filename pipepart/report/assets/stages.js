@@ -67,6 +67,6 @@
       h("div", { class: "two" },
         h("div", {}, h("h3", {}, "Time of one step"), timeBars(timelines)),
         h("div", {}, h("h3", {}, "Memory"), memoryBars(plans),
-          h("p", { class: "note" }, `Optimizer counted as ${states} x weights${states === 2 ? " (Adam)" : ""}; activations by the predicted schedule.`))));
+          h("p", { class: "note" }, `${states === null ? "As the plan counts it" : `Optimizer counted as ${states} x weights${states === 2 ? " (Adam)" : ""}`}; activations by the predicted schedule.`))));
   };
 })((globalThis.pipepart = globalThis.pipepart || {}));

@@ -44,7 +44,7 @@
       },
         h("b", {}, `stage ${chunk.stage}${plan.chunks_per_stage > 1 ? ` · chunk ${c}` : ""}`),
         h("span", { class: "path" }, chunk.first === chunk.last ? chunk.first : `${chunk.first} … ${chunk.last}`),
-        h("span", {}, `${pp.plural(chunk.ops, "op")}, ${pp.count(chunk.parameters)} params`),
+        h("span", {}, `${pp.plural(chunk.ops, "op")}, ${pp.count(chunk.parameters)} params${plan.recompute[c] ? ", recomputed" : ""}`),
         h("span", { class: "path" }, `F ${pp.seconds(chunk.forward)}, B ${pp.seconds(chunk.backward_input + chunk.backward_weight)}`)));
     });
     const skips = plan.traffic.filter((t) => t.target > t.source + 1);
@@ -58,17 +58,29 @@
     root.append(h("h2", {}, "Overview"), figures(data),
       h("p", { class: "note" },
         `${plan.schedule}${plan.slack ? ` with slack ${plan.slack}` : ""}, ${pp.plural(plan.microbatches, "micro-batch")} of ${plan.microbatch_size}; ` +
-        `${pp.plural(plan.stages, "stage")} x ${pp.plural(plan.chunks_per_stage, "chunk")}; split: ${plan.method}. ` +
+        `${pp.plural(plan.stages, "stage")} x ${pp.plural(plan.chunks_per_stage, "chunk")}; split: ${plan.method}${plan.cluster ? `; cluster: ${plan.cluster}` : ""}. ` +
         "Where the model was cut, and what one micro-batch sends over each cut:"),
       ...strip(plan).filter(Boolean));
     if (data.graph.tied.length) {
       root.append(h("div", { class: "chips" }, data.graph.tied.map(([name, ops]) =>
         h("span", { class: "chip" }, `tied weight ${name}: ${pp.plural(ops.length, "use")}`))));
     }
+    const tried = pp.triedTable(plan);
+    if (tried) root.append(tried);
     if (plan.baselines.length) {
       root.append(h("p", { class: "note" }, "Throughput against simpler splits with the same schedule: " +
         plan.baselines.map(([name, seconds]) => `${(seconds / plan.step_time).toFixed(2)} x ${name}`).join(", ") + "."));
     }
+  };
+
+  /** What else the planner tried, and how much longer its step would be. */
+  pp.triedTable = function (plan) {
+    if (!plan.tried.length) return null;
+    const rows = plan.tried.slice().sort((a, b) => a[1] - b[1]).slice(0, 30);
+    return h("details", { id: "tried" }, h("summary", {}, `What else was tried: ${plan.tried.length} other plans`),
+      h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["plan", "step", "against this one"].map((t) => h("th", {}, t)))),
+        h("tbody", {}, rows.map(([name, seconds]) => h("tr", {}, h("td", {}, name), h("td", {}, pp.seconds(seconds)),
+          h("td", {}, `${seconds >= plan.step_time ? "+" : ""}${(100 * (seconds / plan.step_time - 1)).toFixed(1)} %`)))))));
   };
 
   pp.renderCompare = function (root, data) {
