@@ -24,10 +24,16 @@ def format_seconds(seconds: float) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """One row per chunk, then the figures of the whole."""
-    head = ("stage", "chunk", "ops", "from", "to", "params", "saved/mb", "forward", "backward", "sends", "busy")
+    """One row per chunk, then the figures of the whole.
+
+    The memory of a stage stands in the row of its first chunk; `*` marks chunks that recompute.
+    """
+    head = (
+        "stage", "chunk", "ops", "from", "to", "params", "memory", "saved/mb", "forward", "backward", "sends", "busy",
+    )  # fmt: skip
     rows: list[Sequence[str]] = []
     busy = plan.timeline.busy
+    first_of = {stage: plan.placement.index(stage) for stage in range(plan.stages)}
     for index, chunk in enumerate(plan.chunks):
         sends = sum(t.forward_bytes for t in plan.traffic if t.source == index)
         sends += sum(t.backward_bytes for t in plan.traffic if t.target == index)
@@ -39,7 +45,8 @@ def describe(plan: Plan) -> str:
                 _short(chunk.first),
                 _short(chunk.last),
                 f"{chunk.parameters:,}",
-                format_bytes(chunk.saved_bytes),
+                _stage_memory(plan, chunk.stage) if first_of[chunk.stage] == index else "",
+                format_bytes(chunk.saved_bytes) + ("*" if plan.recomputes[index] else ""),
                 format_seconds(chunk.forward),
                 format_seconds(chunk.backward),
                 format_bytes(sends),
@@ -60,28 +67,87 @@ def describe(plan: Plan) -> str:
 def _summary(plan: Plan) -> list[str]:
     samples = plan.batch_size * plan.replicas
     quality = (
-        "slowest stage optimal (proved)"
+        "no split has a faster slowest stage (proved)"
         if plan.proved
-        else f"slowest stage within {plan.bottleneck_gap:.1%} of optimal"
+        else f"the slowest stage works {plan.bottleneck_gap:.1%} longer than in the split that is best for it alone, at most"
     )
     devices = f"{plan.replicas} replica(s) x {plan.stages} stage(s) = {plan.replicas * plan.stages} device(s)"
     lines = [
-        f"mesh       {devices}",
+        f"mesh       {devices}" + (f" of {plan.cluster}" if plan.cluster else ""),
         f"schedule   {plan.schedule}, {plan.microbatches} micro-batches of {plan.microbatch_size}"
+        + (f", {plan.chunks_per_stage} chunks per stage" if plan.chunks_per_stage > 1 else "")
         + (f", slack {plan.slack}" if plan.slack else ""),
         f"predicted  step {format_seconds(plan.step_time)}, bubble {plan.bubble:.1%}"
         + (f", {samples / plan.step_time:.0f} samples/s" if plan.step_time else ""),
-        f"bound      no split and no schedule can be faster than {format_seconds(plan.lower_bound)} (gap {plan.gap:.1%})",
+        f"bound      with {plan.stages} stage(s) and {plan.microbatches} micro-batches nothing is faster than "
+        f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.1%})",
         f"split      {quality}; costs: {plan.cost_source}; {plan.method}",
+        f"limits     {_limits(plan)}",
+        *_memory(plan),
     ]
     if plan.baselines and plan.step_time:
         against = ", ".join(f"{seconds / plan.step_time:.2f} x {name}" for name, seconds in plan.baselines)
         lines.append(f"against    {against} (throughput)")
+    if plan.tried:
+        others = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in plan.tried[:4])
+        lines.append(f"tried      {others}")
     skips = [t for t in plan.traffic if t.skip]
     if skips:
         named = ", ".join(f"{t.source}>{t.target} {format_bytes(t.forward_bytes)}" for t in skips)
         lines.append(f"skips      {named}")
     return lines
+
+
+def _stage_memory(plan: Plan, stage: int) -> str:
+    return format_bytes(plan.memory[stage].total) if plan.memory else "-"
+
+
+def _memory(plan: Plan) -> list[str]:
+    """The fullest stage, and what fills it."""
+    if not plan.memory:
+        return []
+    worst = max(range(plan.stages), key=lambda stage: plan.memory[stage].total)
+    full = plan.memory[worst]
+    parts = [
+        f"{name} {format_bytes(size)}"
+        for name, size in (
+            ("weights", full.weights),
+            ("gradients", full.gradients),
+            ("optimizer", full.optimizer),
+            ("activations", full.activations),
+        )
+    ]
+    again = sum(plan.recomputes)
+    return [
+        f"memory     at most {format_bytes(full.total)} on stage {worst}: {', '.join(parts)}"
+        + (f"; limit {format_bytes(plan.memory_limit)}" if plan.memory_limit is not None else "")
+        + (f"; {again} of {len(plan.chunks)} chunks recompute" if again else "")
+    ]
+
+
+def _limits(plan: Plan) -> str:
+    """What the step would have to change in to get shorter."""
+    step, busy = plan.step_time, plan.timeline.busy
+    if not step:
+        return "nothing: no op takes time"
+    slowest = max(range(plan.stages), key=busy.__getitem__)
+    reduce = max(chunk.reduce for chunk in plan.chunks)
+    if plan.stages == 1:
+        return "the compute of the one stage" + (
+            f" and {format_seconds(reduce)} of summing gradients" if reduce else ""
+        )
+    if busy[slowest] >= 0.9 * step:
+        return f"stage {slowest}, busy for {busy[slowest] / step:.0%} of the step"
+    links = max((t.forward_seconds + t.backward_seconds for t in plan.traffic), default=0.0)
+    work = busy[slowest] / plan.microbatches
+    if links > work:
+        return f"traffic: {format_seconds(links)} a micro-batch over the slowest cut, against {format_seconds(work)} of compute"
+    if reduce > 0.1 * step:
+        return f"summing gradients over the replicas: {format_seconds(reduce)}"
+    return (
+        f"filling and draining the pipeline: stage {slowest} is busy for {busy[slowest] / step:.0%} of the step; "
+        "more micro-batches would shorten it"
+    )
 
 
 def _short(path: str, width: int = 28) -> str:
