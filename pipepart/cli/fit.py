@@ -52,7 +52,7 @@ def fit(config: dict[str, Any], folder: Path) -> None:
     allow = config.get("allow") or ()
     strategy = PipelineStrategy(**config["strategy"])
     trainer = L.Trainer(
-        **config["trainer"],
+        **{**config["trainer"], **_without_callbacks(config)},
         devices=int(config["devices"]),
         num_nodes=int(config["launcher"]["nodes"]),
         strategy=strategy,
@@ -60,7 +60,6 @@ def fit(config: dict[str, Any], folder: Path) -> None:
         logger=_loggers(config),
         callbacks=[build(node, allow, f"callbacks.{name}") for name, node in config["callbacks"].items() if node],
         plugins=[TorchElasticEnvironment()],
-        **_without_callbacks(config),
     )
     trainer.fit(module, datamodule=data, ckpt_path=config["resume"], weights_only=True)
     if trainer.is_global_zero:

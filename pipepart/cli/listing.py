@@ -26,9 +26,8 @@ def recipes_text(extra: Path | None = None) -> str:
     names = group_options("recipe", extra)
     width = max(map(len, [*names, "plain_pytorch"]))
     lines = [f"  {bold(name.ljust(width))}  {says('recipe', name, extra)}" for name in names]
-    lines.append(
-        f"  {bold('plain_pytorch'.ljust(width))}  A loop without Lightning: torchrun --nproc-per-node 2 -m recipes.plain_pytorch"
-    )
+    plain = "A loop without Lightning: torchrun --nproc-per-node 2 -m recipes.plain_pytorch"
+    lines.append(f"  {bold('plain_pytorch'.ljust(width))}  {plain}")
     return "\n".join(["pipepart train recipe=NAME", "", *lines])
 
 

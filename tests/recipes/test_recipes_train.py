@@ -65,7 +65,9 @@ def test_all_recipes_are_tried() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=[] if name == "mlp" else [pytest.mark.slow]) for name in RECIPES])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[] if name == "mlp" else [pytest.mark.slow]) for name in RECIPES]
+)
 def test_two_stages(recipe: str, tmp_path: Path) -> None:
     if recipe == "llama_hf":
         pytest.importorskip("transformers")
