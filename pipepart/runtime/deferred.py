@@ -41,7 +41,7 @@ def defer_weights(chunk: fx.GraphModule) -> int:
     for node in chunk.graph.nodes:
         if node.op != "call_module" or node.kwargs or len(node.args) != 1:
             continue
-        layer = chunk.__dict__.get(str(node.target))
+        layer: Any = chunk.__dict__.get(str(node.target))
         apply = _FUNCTIONS.get(type(layer))
         if apply is not None and _plain(layer):
             chunk.__dict__[str(node.target)] = _Deferred(layer, apply)

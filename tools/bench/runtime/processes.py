@@ -19,7 +19,9 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(queue, os.path.join(folder, "store"), rank, size, function, args), daemon=True)
+            context.Process(
+                target=_rank, args=(queue, os.path.join(folder, "store"), rank, size, function, args), daemon=True
+            )
             for rank in range(size)
         ]
         for process in processes:

@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from tools.bench.runtime.models import Sleepy, SleepLayer
+from tools.bench.runtime.models import SleepLayer, Sleepy
 from tools.bench.runtime.processes import on_ranks
 
 __all__ = ["sleeping"]
