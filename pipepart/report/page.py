@@ -23,6 +23,7 @@ SCRIPTS = (
     "hierarchy.js",
     "layout.js",
     "graph.js",
+    "details.js",
     "whatif.js",
     "app.js",
 )

@@ -102,6 +102,9 @@ def test_loads_in_both_themes_and_sizes_with_no_label_hidden(browser, pages, kin
     with Opened(browser, pages[kind], width, theme, touch=width < 500) as page:
         assert page.evaluate("document.documentElement.dataset.theme") == theme
         assert labels_that_collide(page) == []
+        if kind == "both":  # the comparison is seen whole, without scrolling
+            table = page.locator("#compare table")
+            assert table.evaluate("(t) => t.offsetWidth <= t.parentElement.clientWidth")
         if kind != "one" and theme == "light":
             page.click("#graph-more")
             assert labels_that_collide(page) == []
