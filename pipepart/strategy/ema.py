@@ -83,6 +83,9 @@ class WeightEMA(Callback):
     # ---- checkpoints
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._loaded is not None:  # no step was trained since it was loaded
+            checkpoint["pipepart_weight_ema"] = {"average": dict(self._loaded), "step": self._step}
+            return
         average = {name: value.detach().cpu().clone() for name, value in self._average.items()}
         trained = {name: value.detach().cpu().clone() for name, value in self._trained.items()}
         runtime = getattr(trainer.strategy, "_runtime", None)

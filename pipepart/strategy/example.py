@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_unflatten
 from pipepart.errors import PlanError
 from pipepart.strategy.loaders import unwrapped
 
-__all__ = ["first_batch", "open_loader"]
+__all__ = ["first_batch", "open_loader", "reopen"]
 
 
 def open_loader(trainer: Trainer) -> Any:
@@ -27,6 +27,14 @@ def open_loader(trainer: Trainer) -> Any:
     loop: Any = trainer._active_loop
     loop.setup_data()
     return loop._combined_loader
+
+
+def reopen(trainer: Trainer) -> None:
+    """Begin the training data anew, at the place that a checkpoint says if there is one."""
+    loop: Any = trainer.fit_loop
+    if loop._data_fetcher is not None:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
 
 
 def first_batch(trainer: Trainer, loader: Any) -> Any:

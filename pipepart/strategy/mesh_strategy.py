@@ -16,6 +16,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -27,7 +28,7 @@ from pipepart.runtime.device import backend_for, limit_threads
 from pipepart.runtime.failure import guarded
 from pipepart.strategy.loaders import ends_together, needs_agreement
 
-__all__ = ["MeshStrategy"]
+__all__ = ["MeshStrategy", "same_weights_everywhere"]
 
 
 class MeshStrategy(ParallelStrategy):
@@ -154,3 +155,12 @@ class MeshStrategy(ParallelStrategy):
             return dataloader
         reads = self._groups.stage == 0
         return ends_together(dataloader, reads, lambda more: self.reduce_boolean_decision(more, all=True))
+
+
+def same_weights_everywhere(module: LightningModule, groups: Groups | None) -> None:
+    """Rank 0's weights and buffers for all, so that it does not matter how each rank has seeded."""
+    if groups is None:
+        return
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.data, 0)

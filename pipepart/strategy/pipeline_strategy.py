@@ -18,12 +18,13 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from pipepart.capture import Recording, record_step
 from pipepart.errors import CaptureError, PlanError
 from pipepart.planning import Plan, check_request
-from pipepart.runtime import Groups, Options, StageRuntime, agree_on_plan, example_microbatch
+from pipepart.runtime import Options, StageRuntime, agree_on_plan, example_microbatch
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
 from pipepart.runtime.transport import check_transport
@@ -31,9 +32,9 @@ from pipepart.strategy import sharded as shards
 from pipepart.strategy.checkpoint_io import CheckpointError, SafeCheckpointIO, verify
 from pipepart.strategy.console import measured_against_predicted, tell
 from pipepart.strategy.effects import Effects, watched
-from pipepart.strategy.example import first_batch, open_loader
+from pipepart.strategy.example import first_batch, open_loader, reopen
 from pipepart.strategy.finetuning import connect_finetuning
-from pipepart.strategy.mesh_strategy import MeshStrategy
+from pipepart.strategy.mesh_strategy import MeshStrategy, same_weights_everywhere
 from pipepart.strategy.metrics import connect_metrics
 from pipepart.strategy.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
 from pipepart.strategy.recordings import Variants
@@ -105,6 +106,7 @@ class PipelineStrategy(MeshStrategy):
         self._variants: dict[str, Variants] = {}
         self._trainable: tuple[bool, ...] = ()
         self._signals: Signals | None = None
+        self._opened = False
         self._undo_metrics: Callable[[], None] = lambda: None
         self.step_times: list[float] = []
         """Seconds of each training step on this rank, without the optimizer."""
@@ -135,7 +137,8 @@ class PipelineStrategy(MeshStrategy):
         if self._runtime is None:
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
-            self._build(trainer, module, "training_step" if fitting else _EVALUATION[TrainerFn(trainer.state.fn)])
+            with isolate_rng():  # random numbers that planning draws do not count
+                self._build(trainer, module, "training_step" if fitting else _EVALUATION[TrainerFn(trainer.state.fn)])
         self._signals = Signals(trainer, self._groups, self.root_device)
         if fitting:
             self.step_times = []
@@ -164,7 +167,7 @@ class PipelineStrategy(MeshStrategy):
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
         """Record the step on the first batch, agree on a plan, keep this rank's stage."""
         with guarded(self._groups):
-            _same_weights_everywhere(module, self._groups)
+            same_weights_everywhere(module, self._groups)
             example = self._shared_example(trainer)
         microbatch, count = example_microbatch(example, self._options, self.mesh)
         modes = {part: part.training for part in module.modules()}
@@ -193,6 +196,7 @@ class PipelineStrategy(MeshStrategy):
         box = [self._example_batch]
         if self._example_batch is None:
             loader = open_loader(trainer)
+            self._opened = trainer.state.fn == TrainerFn.FITTING
             if self.global_rank == 0:
                 box = [first_batch(trainer, loader)]
         if self._groups is not None:
@@ -304,6 +308,13 @@ class PipelineStrategy(MeshStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.runtime.clip_grad_norm(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
+    def on_train_start(self) -> None:
+        """Planning has opened the loader early: begin it anew where a run on one device does, so that it draws the same."""
+        _, trainer = self._module_and_trainer()
+        if self._opened:
+            self._opened = False
+            reopen(trainer)
+
     def on_train_end(self) -> None:
         tell(measured_against_predicted(self.plan, self.step_times))
 
@@ -399,12 +410,3 @@ class PipelineStrategy(MeshStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _same_weights_everywhere(module: LightningModule, groups: Groups | None) -> None:
-    """Rank 0's weights and buffers for all, so that it does not matter how each rank has seeded."""
-    if groups is None:
-        return
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.data, 0)

@@ -1,0 +1,186 @@
+"""What cannot work is refused by name, with the same words on every rank; effects of steps are kept or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import callbacks as cb
+from realistic import Boring, Classifier, build
+from support.ranks import run_ranks
+from watching import QUIET
+
+from pipepart import PipelineStrategy
+from pipepart.errors import PipepartError
+
+
+class Manual(Boring):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Boring):
+    def backward(self, loss):
+        loss.backward()
+
+
+class Iterator(Boring):
+    def training_step(self, dataloader_iter):
+        return None
+
+
+class Lbfgs(Boring):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Sparse(Boring):
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(list(self.parameters()))
+
+
+class Counting(Boring):
+    count = 0
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Popping(Boring):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = [1, 2, 3]
+
+    def training_step(self, batch, batch_idx):
+        self.queue.pop()
+        return super().training_step(batch, batch_idx)
+
+
+class DecidingByMetric(Classifier):
+    def training_step(self, batch, batch_idx):
+        answer = super().training_step(batch, batch_idx)
+        return answer if answer["accuracy"] > 0.5 else answer["loss"]
+
+
+class ComputingWithMetric(Classifier):
+    def training_step(self, batch, batch_idx):
+        answer = super().training_step(batch, batch_idx)
+        return answer["loss"] * answer["accuracy"]
+
+
+class NoLoss(Boring):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class ManyVariants(Boring):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(self(batch))
+        return loss * 2 if int(self.global_step) == 3 else loss
+
+
+class RankFailure(Boring):
+    """The last stage alone cannot go on: its metric refuses the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics.classification import BinaryAccuracy
+
+        self.accuracy = BinaryAccuracy()
+
+    def training_step(self, batch, batch_idx):
+        prediction = self(batch)
+        self.accuracy.update(prediction, torch.full_like(prediction, 7).long())
+        return self.loss(prediction)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "manual optimization": (Manual, {}, "uses manual optimization"),
+    "backward": (OwnBackward, {}, "overrides backward()"),
+    "dataloader_iter": (Iterator, {}, "takes dataloader_iter"),
+    "lbfgs": (Lbfgs, {}, "LBFGS works on all parameters as one vector"),
+    "sparse adam": (Sparse, {}, "SparseAdam needs sparse gradients"),
+    "compiled": (lambda: torch.compile(Boring()), {}, "was given through torch.compile()"),
+    "swa": (Boring, {"callbacks": [cb.StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging does not work"),
+    "weight averaging": (Boring, {"callbacks": [cb.WeightAveraging()]}, "WeightAveraging does not work"),
+    "pruning": (Boring, {"callbacks": [cb.ModelPruning("l1_unstructured")]}, "ModelPruning does not work"),
+    "batch size finder": (Boring, {"callbacks": [cb.BatchSizeFinder()]}, "BatchSizeFinder does not work"),
+    "sync_batchnorm": (Boring, {"sync_batchnorm": True}, "sync_batchnorm=True is not supported"),
+    "counter": (Counting, {}, "the step sets self.count to 1"),
+    "list": (Popping, {}, "on self.queue: of what is done to lists"),
+    "metric decides": (DecidingByMetric, {}, "decides by it"),
+    "metric in the loss": (ComputingWithMetric, {}, "computes with the value of metric train_accuracy"),
+    "no loss": (NoLoss, {}, "returned no loss"),
+    "last stage": (RankFailure, {}, "7"),
+}
+
+
+def _refused(names: list[str]) -> dict[str, str]:
+    found = {}
+    _, train, val = build("boring")
+    _, labelled, _ = build("classifier")
+    for name in names:
+        make, options, _ = REFUSED[name]
+        module = make()
+        try:
+            trainer = L.Trainer(
+                strategy=PipelineStrategy(stages=2, microbatches=3), devices=2, max_steps=2, **{**QUIET, **options}
+            )
+            trainer.fit(module, labelled if isinstance(module, Classifier) else train)
+            found[name] = "nothing was raised"
+        except (PipepartError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_refused_on_all_ranks_with_the_same_words() -> None:
+    answers = run_ranks(2, _refused, list(REFUSED), timeout=90)
+    for name, (_, _, words) in REFUSED.items():
+        for rank, answer in enumerate(answers):
+            assert words in answer[name], f"{name} on rank {rank}: {answer[name]}"
+        if name != "last stage":
+            assert answers[0][name] == answers[1][name], name
+
+
+def _changing() -> list[int]:
+    """A step that decides by `global_step` is recorded again when its decision changes, and only then."""
+    torch.manual_seed(0)
+    module, train, _ = build("boring")
+    module.__class__ = ManyVariants
+    trainer = L.Trainer(strategy=PipelineStrategy(stages=2, microbatches=3), devices=2, max_steps=7, **QUIET)
+    losses: list[float] = []
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: losses.append(float(outputs["loss"]))
+    trainer.fit(module, train)
+    return [losses, trainer.strategy._variants["training_step"].made]
+
+
+def test_step_that_changes_is_recorded_again() -> None:
+    (losses, made), other = run_ranks(2, _changing)
+    assert other == [losses, made]
+    assert made == 2
+    module, train, _ = build("boring")
+    module.__class__ = ManyVariants
+    expected: list[float] = []
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: expected.append(float(outputs["loss"]))
+    L.Trainer(max_steps=7, **QUIET).fit(module, train)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert expected[3] > 1.5 * expected[2], "the fourth step has another loss"
+
+
+def test_devices_that_do_not_fit_are_refused_before_anything_starts() -> None:
+    with pytest.raises(PipepartError, match="devices must be a multiple of stages"):
+        L.Trainer(strategy=PipelineStrategy(stages=3), devices=4, **QUIET)
+
+
+def test_notebook_is_refused(monkeypatch) -> None:
+    """In an interactive session the processes cannot be started from the running code; Lightning says so."""
+    import lightning.pytorch.trainer.connectors.accelerator_connector as connector
+
+    monkeypatch.setattr(connector, "_IS_INTERACTIVE", True)
+    with pytest.raises(Exception, match=r"not compatible with an interactive environment"):
+        L.Trainer(strategy=PipelineStrategy(stages=2), devices=2, **QUIET)
