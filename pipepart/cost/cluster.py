@@ -23,7 +23,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-import pipepart
 from pipepart.cost.cache import cache_folder
 from pipepart.errors import ConfigError, did_you_mean
 
@@ -202,7 +201,7 @@ def cluster_from(data: Mapping[str, Any]) -> Cluster:
 
 def _folder() -> Path:
     """``conf/cluster`` of the source tree or of the installed package."""
-    package = Path(pipepart.__file__).parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf" / "cluster", package.parent / "conf" / "cluster"):
         if folder.is_dir():
             return folder
