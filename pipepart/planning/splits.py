@@ -119,10 +119,12 @@ class Case:
             if roomy is not None:
                 name = f"{roomy.method}, within memory"
                 judged[name] = self.judge(recipe, schedule, np.asarray(roomy.chunk_of))
-        method = min(judged, key=lambda name: judged[name].score)
+        # The simple splits know nothing of forced cuts: they are compared with, not taken.
+        allowed = [name for name in judged if name not in _SIMPLE or not problem.split_at]
+        method = min(allowed, key=lambda name: judged[name].score)
         found = judged[method]
         if moves and schedule.chunks > 1:
-            found, moved = self._moved(found, schedule, problem, [judged[name] for name in judged])
+            found, moved = self._moved(found, schedule, problem, [judged[name] for name in allowed])
             method = f"{method}, moved by simulation" if moved else method
         simple_steps = {name: split.step for name, split in judged.items() if name in _SIMPLE}
         return dataclasses.replace(found, method=method, others=simple_steps)

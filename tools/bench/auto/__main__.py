@@ -67,7 +67,8 @@ def _slowest(found: list[Measured]) -> Measured:
 
 
 def _head() -> str:
-    return f"{'shape':28} {'predicted':>10} {'measured':>10} {'error':>7} {'spread':>7} {'samples/s':>10} {'of best':>8}  ran as"
+    columns = f"{'error':>7} {'spread':>7} {'samples/s':>10} {'of best':>8}  ran as"
+    return f"{'shape':28} {'predicted':>10} {'measured':>10} {columns}"
 
 
 def _row(name: str, found: Measured, batch: int, fastest: float) -> str:
