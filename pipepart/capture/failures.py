@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipepart.errors import CaptureError
 
-__all__ = ["DataDependent", "NotRecordable"]
+__all__ = ["DataDependent", "NotRecordable", "Unsettled"]
 
 
 class NotRecordable(CaptureError):
@@ -13,3 +13,7 @@ class NotRecordable(CaptureError):
 
 class DataDependent(NotRecordable):
     """Python control flow (or a Python number) that depends on the contents of a tensor."""
+
+
+class Unsettled(NotRecordable):
+    """A call changes plain Python attributes of a module. If a second call does not, the first has only set it up."""

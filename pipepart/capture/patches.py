@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from pipepart.capture import intrinsics, ops
+from pipepart.capture import intrinsics, ops, state
 from pipepart.capture.arguments import tensors_in, unwrap
-from pipepart.capture.failures import NotRecordable
+from pipepart.capture.failures import NotRecordable, Unsettled
 from pipepart.capture.recorder import Recorder
 from pipepart.capture.state import Attributes
 from pipepart.capture.symbols import is_tracked
@@ -86,7 +86,8 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
         if value == old and type(value) is type(old):
             continue
         recorder.failed_in = [path]
-        raise NotRecordable(
+        kind = Unsettled if state.is_plain(old) and state.is_plain(value) else NotRecordable
+        raise kind(
             f"attribute {name!r} of module {path!r} is changed by the call (before: {str(old)[:60]}, after: "
             f"{str(value)[:60]}); a recorded call keeps no Python state. Keep it in a buffer, log it or return it; "
             "if the model only sets itself up in its first call, run it once before"
@@ -95,8 +96,8 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
 
 def outside_rng() -> tuple[Any, ...]:
     """The states of the random numbers that torch does not know."""
-    state: Any = np.random.get_state(legacy=True)
-    name, keys, position, *rest = state
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, *rest = numpy_state
     return random.getstate(), name, keys.tobytes(), position, tuple(rest)
 
 

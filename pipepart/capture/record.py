@@ -15,9 +15,9 @@ import torch.nn as nn
 from pipepart.capture import state, trees, variants
 from pipepart.capture.annotate import annotate
 from pipepart.capture.explain import put_back
-from pipepart.capture.failures import DataDependent, NotRecordable
+from pipepart.capture.failures import DataDependent, NotRecordable, Unsettled
 from pipepart.capture.recording import ANY, Input, LogCall, Recording
-from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, copy_leaf, eager, keep_whole, run_once
+from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, copy_leaf, eager, keep_whole, run_once, settle
 from pipepart.capture.simplify import simplify
 from pipepart.capture.study import Study
 from pipepart.capture.verify import verify
@@ -89,12 +89,16 @@ def record_call(call: Call) -> Recording:
         mode = stack.enter_context(state.stand_ins(call.root)) if state.is_abstract(call.root) else None
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode) for leaf in call.leaves]
-        settings = Settings()
+        settings, attributes = Settings(), state.plain_attributes(call.root)
         while True:
             try:
                 return _record(call, leaves, names, settings, mode)
             except Retry:
                 continue
+            except Exception:
+                if settings.settled:
+                    state.set_attributes(attributes)
+                raise
 
 
 def _fake(leaf: Any, mode: Any) -> Any:
@@ -148,6 +152,10 @@ def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settin
         text = f"{type(error).__name__}: {error}"
         if not isinstance(error, CaptureError):
             _blame(call, leaves, mode)
+        if isinstance(error, Unsettled) and not settings.settled:
+            settings.settled = True
+            settle(call, leaves, mode)
+            raise Retry from None
         for path in reversed(failed.modules):
             if path and keep_whole(call.root, path, settings, text):
                 raise Retry from None

@@ -20,7 +20,7 @@ from pipepart.capture.patches import keep_attributes, outside_rng, recording_pat
 from pipepart.capture.recorder import Recorder, RecordMode
 from pipepart.capture.recording import Input
 
-__all__ = ["Call", "Retry", "Run", "RunFailed", "Settings", "copy_leaf", "eager", "keep_whole", "run_once"]
+__all__ = ["Call", "Retry", "Run", "RunFailed", "Settings", "copy_leaf", "eager", "keep_whole", "run_once", "settle"]
 
 WHOLE_LIMIT = 0.4
 """A module that cannot be looked into is kept whole if it has at most this share of the parameters."""
@@ -64,6 +64,7 @@ class Settings:
     whole: set[str] = field(default_factory=set)
     guards: bool = False
     compiling: bool = False
+    settled: bool = False
     history: list[str] = field(default_factory=list)
 
 
@@ -98,6 +99,17 @@ def eager(call: Call, leaves: list[Any], mode: Any) -> Any:
         if mode is not None:
             stack.enter_context(mode)
         return call.run([copy_leaf(leaf) for leaf in leaves])
+
+
+def settle(call: Call, leaves: list[Any], mode: Any) -> None:
+    """Call the model once and keep the plain attributes that it sets, as any call of the user's would."""
+    with ExitStack() as stack:
+        stack.enter_context(state.preserved(call.root))
+        if mode is not None:
+            stack.enter_context(mode)
+        call.run([copy_leaf(leaf) for leaf in leaves])
+        after = state.plain_attributes(call.root)
+    state.set_attributes(after)
 
 
 def copy_leaf(leaf: Any) -> Any:

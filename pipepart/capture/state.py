@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from pipepart.errors import CaptureError
 
-__all__ = ["Attributes", "Names", "is_abstract", "names_of", "preserved", "refuse_wrapped", "stand_ins"]
+__all__ = ["Attributes", "Names", "is_abstract", "is_plain", "names_of", "preserved", "refuse_wrapped", "stand_ins"]
 
 
 @dataclass
@@ -41,6 +41,29 @@ def names_of(root: nn.Module) -> Names:
                 names.tensors.setdefault(id(value), f"{path}.{key}" if path else key)
                 names.kept.append(value)
     return names
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a Python number, text, None, or a tuple of such: what a module sets itself up with."""
+    if isinstance(value, tuple):
+        return all(is_plain(item) for item in value)
+    return value is None or (
+        isinstance(value, (bool, int, float, str, torch.Size)) and not str(value).endswith(" items")
+    )
+
+
+def plain_attributes(root: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """The plain Python attributes of all modules."""
+    return [
+        (module, {key: value for key, value in vars(module).items() if key != "training" and is_plain(value)})
+        for module in root.modules()
+    ]
+
+
+def set_attributes(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Put plain attributes back."""
+    for module, values in attributes:
+        vars(module).update(values)
 
 
 def refuse_wrapped(root: nn.Module) -> None:

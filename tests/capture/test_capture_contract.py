@@ -332,3 +332,27 @@ def test_batch_is_found_among_inputs_of_other_sizes():
     torch.testing.assert_close(recording.module()(*args), model(*args))
     with pytest.raises(GuardError, match="were equal"):
         recording.flatten((torch.rand(5, 5), torch.randn(2, 6, 4), torch.randn(2, 6, 4)))
+
+
+def test_a_model_that_sets_itself_up_in_its_first_call_is_recorded_as_set_up():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.ready, self.calls = nn.Linear(4, 4), False, 0
+
+        def forward(self, x):
+            y = self.linear(x) if self.ready else self.linear(x) * 0
+            self.ready = True
+            return y.sum()
+
+    class Counting(Lazy):
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    model, x = Lazy(), torch.randn(3, 4)
+    torch.testing.assert_close(record(model, (x,)).module()(x), model.linear(x).sum())
+    counting = Counting()
+    with pytest.raises(CaptureError, match="'calls' of module '' is changed"):
+        record(counting, (x,))
+    assert (counting.calls, counting.ready) == (0, False)
