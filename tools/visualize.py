@@ -21,32 +21,48 @@ from pipepart.report import load_timeline, plan_text, view, write_perfetto, writ
 from pipepart.report.files import locate
 
 
-def take_picture(page: Path, target: Path, width: int, height: int, theme: str) -> None:
-    """A PNG of a page, taken by a headless Chromium."""
+def chromium() -> str:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
-        raise PlanError("--png needs a Chromium, and none is installed. Use --svg, or install chromium.")
-    colours = (
-        ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else ["--blink-settings=preferredColorScheme=1"]
-    )
+        raise PlanError("--png and --measure need a Chromium, and none is installed. Use --svg, or install chromium.")
+    return browser
+
+
+def take_picture(page: Path, target: Path, width: int, height: int, theme: str) -> None:
+    """A PNG of a page, taken by a headless Chromium."""
+    scheme = f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}"
     with tempfile.TemporaryDirectory() as profile:
         command = [
-            browser,
+            chromium(),
             "--headless=new",
             "--no-sandbox",
             "--hide-scrollbars",
             f"--user-data-dir={profile}",
-            *colours,
+            scheme,
         ]
-        command += [
-            f"--window-size={width},{height}",
-            "--virtual-time-budget=3000",
-            f"--screenshot={target}",
-            page.as_uri(),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        command += [f"--window-size={width},{height}", "--virtual-time-budget=3000", f"--screenshot={target}"]
+        done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=False)
     if not target.is_file():
         raise PlanError(f"the browser made no picture: {done.stderr.strip()[-300:]}")
+
+
+def measure(page: Path, width: int) -> str:
+    """How long a browser takes until the page shows something, and until all of it stands (needs playwright)."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        raise PlanError("--measure needs playwright: pip install playwright") from error
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        opened = browser.new_page(viewport={"width": width, "height": 900})
+        opened.goto(page.as_uri())
+        opened.wait_for_selector("html[data-ready]")
+        paint, ready = opened.evaluate(
+            "[performance.getEntriesByName('first-contentful-paint')[0].startTime,"
+            " performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd]"
+        )
+        browser.close()
+    return f"first paint {paint:.0f} ms, complete {ready:.0f} ms, file {page.stat().st_size / 1e6:.2f} MB"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,6 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=1400, help="of the picture, in pixels")
     parser.add_argument("--height", type=int, default=2600)
     parser.add_argument("--theme", choices=["light", "dark"], default="light")
+    parser.add_argument("--measure", action="store_true", help="also time the page in a browser (needs playwright)")
     parser.add_argument("--text", action="store_true", help="also print table and chart to the terminal")
     given = parser.parse_args(arguments)
     try:
@@ -78,6 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.png:
             take_picture(page.resolve(), Path(given.png).resolve(), given.width, given.height, given.theme)
             made.append(Path(given.png))
+        if given.measure:
+            print(measure(page.resolve(), given.width))
     except PipepartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
