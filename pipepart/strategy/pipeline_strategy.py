@@ -123,16 +123,20 @@ class PipelineStrategy(MeshStrategy):
 
     # ---- setting up
 
+    def setup_environment(self) -> None:
+        module, trainer = self._module_and_trainer()
+        check_trainer(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_module(module)
+        super().setup_environment()
+
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_trainer(trainer)
         connect_finetuning(trainer)
-        if fitting:
-            check_module(module)
         self._release_other_model(module, fitting)
         if self._runtime is None:
             self.model = self.precision_plugin.convert_module(module)

@@ -65,10 +65,6 @@ def check_module(module: LightningModule) -> None:
             f"{name}.training_step takes dataloader_iter. A pipeline cuts batches into micro-batches itself: "
             "use training_step(self, batch, batch_idx)."
         )
-    if getattr(module, "_compiler_ctx", None) is not None:
-        raise ConfigError(
-            f"{name} was given through torch.compile(). A compiled module cannot be cut into stages: give the module itself."
-        )
 
 
 def check_optimizers(optimizers: list[Any]) -> None:

@@ -81,7 +81,7 @@ class NoLoss(Boring):
 class ManyVariants(Boring):
     def training_step(self, batch, batch_idx):
         loss = self.loss(self(batch))
-        return loss * 2 if int(self.global_step) == 3 else loss
+        return loss * 2 if self.global_step == 3 else loss
 
 
 class RankFailure(Boring):
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "dataloader_iter": (Iterator, {}, "takes dataloader_iter"),
     "lbfgs": (Lbfgs, {}, "LBFGS works on all parameters as one vector"),
     "sparse adam": (Sparse, {}, "SparseAdam needs sparse gradients"),
-    "compiled": (lambda: torch.compile(Boring()), {}, "was given through torch.compile()"),
+    "compiled": (lambda: torch.compile(Boring()), {}, "Using a compiled model is incompatible"),
     "swa": (Boring, {"callbacks": [cb.StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging does not work"),
     "weight averaging": (Boring, {"callbacks": [cb.WeightAveraging()]}, "WeightAveraging does not work"),
     "pruning": (Boring, {"callbacks": [cb.ModelPruning("l1_unstructured")]}, "ModelPruning does not work"),
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 def _refused(names: list[str]) -> dict[str, str]:
     found = {}
-    _, train, val = build("boring")
+    _, train, _ = build("boring")
     _, labelled, _ = build("classifier")
     for name in names:
         make, options, _ = REFUSED[name]
@@ -169,7 +169,7 @@ def test_step_that_changes_is_recorded_again() -> None:
     module.on_train_batch_end = lambda outputs, batch, batch_idx: expected.append(float(outputs["loss"]))
     L.Trainer(max_steps=7, **QUIET).fit(module, train)
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert expected[3] > 1.5 * expected[2], "the fourth step has another loss"
+    assert expected[3] > 1.5 * expected[4], "the fourth step has another loss"
 
 
 def test_devices_that_do_not_fit_are_refused_before_anything_starts() -> None:

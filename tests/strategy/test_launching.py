@@ -1,0 +1,126 @@
+"""Real programs: a script that Lightning starts, the same under torchrun, and what happens at SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = """
+import json, os, sys, time
+import lightning as L, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+import pipepart
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)), torch.nn.Linear(16, 1))
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if "--slowly" in sys.argv:
+            time.sleep(0.05)
+            open(f"{folder}/step-{self.global_rank}", "w").write(str(self.global_step))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+folder = sys.argv[1]
+if __name__ == "__main__":
+    L.seed_everything(5, verbose=False)
+    data = DataLoader(TensorDataset(torch.randn(40, 16)), batch_size=8, shuffle=True, num_workers=1)
+    slowly = "--slowly" in sys.argv
+    trainer = L.Trainer(
+        strategy="pipepart", devices=2, accelerator="cpu", max_epochs=500 if slowly else 2, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, filename="{epoch}")],
+    )
+    try:
+        trainer.fit(Net(), data)
+    finally:
+        end = [os.getpid(), trainer.global_step, trainer.received_sigterm]
+        open(f"{folder}/pid-{trainer.global_rank}", "w").write(json.dumps(end))
+    torch.save(float(trainer.callback_metrics["loss"]), f"{folder}/loss-{trainer.global_rank}")
+"""
+
+
+def _environment() -> dict[str, str]:
+    """As in a shell: without the variables that a launcher sets."""
+    dropped = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NODE_RANK",
+    )
+    kept = {
+        key: value for key, value in os.environ.items() if key not in dropped and not key.startswith("TORCHELASTIC")
+    }
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def _start(folder: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, *launcher, str(script), str(folder), *more]
+    return subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_script_and_torchrun_give_the_same(tmp_path) -> None:
+    """`python script.py` starts the other process itself; `torchrun` has started both. With dataloader workers."""
+    elastic = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    for name, launcher in (("plain", ()), ("torchrun", elastic)):
+        program = _start(tmp_path / name, launcher=launcher)
+        text, _ = program.communicate(timeout=150)
+        assert program.returncode == 0, text
+        assert "1 replica(s) x 2 stage(s)" in text, text
+        assert "predicted" in text, text
+        assert text.count("pipepart: measured") == 1, "rank 0 alone holds the prediction against the run"
+    losses = [torch.load(tmp_path / name / f"loss-{rank}") for name in ("plain", "torchrun") for rank in range(2)]
+    assert len(set(losses)) == 1, losses
+    torch.load(tmp_path / "plain" / "epoch=1.ckpt", weights_only=True)
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_the_step_saves_and_ends_all_ranks(tmp_path) -> None:
+    program = _start(tmp_path, "--slowly")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "step-1").exists() or int((tmp_path / "step-1").read_text() or 0) < 3:
+        assert time.monotonic() < deadline and program.poll() is None, program.communicate(timeout=10)[0]
+        time.sleep(0.05)
+    program.send_signal(signal.SIGTERM)
+    text, _ = program.communicate(timeout=60)
+    ends = [json.loads((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
+    assert ends[0][1:] == ends[1][1:], "both ranks stopped after the same step"
+    assert ends[0][2] is True
+    deadline = time.monotonic() + 20
+    while any(_runs(pid) for pid, *_ in ends):
+        assert time.monotonic() < deadline, "a rank was left behind"
+        time.sleep(0.1)
+    saved = list(tmp_path.glob("sigterm-*.ckpt"))
+    assert len(saved) == 1, text
+    content = torch.load(saved[0], weights_only=True)
+    assert content["global_step"] == ends[0][1]
+    assert f"stopped by SIGTERM after step {content['global_step']}" in text
