@@ -48,16 +48,14 @@ def conf_folder() -> Path:
 
 def search_path(extra: Path | None) -> list[str]:
     """The override that adds a user's own folder of configuration; `recipe=mine` is found there, too."""
-    if extra is None:
-        return []
-    if not extra.is_dir():
-        raise ConfigError(f"--config-dir {str(extra)!r} is no folder")
-    return [f"hydra.searchpath=[file://{extra.resolve()}]"]
+    return [] if extra is None else [f"hydra.searchpath=[file://{extra.resolve()}]"]
 
 
 def groups(extra: Path | None = None) -> list[str]:
     """The configuration groups."""
     folders = [conf_folder(), *([extra] if extra else [])]
+    if extra is not None and not extra.is_dir():
+        raise ConfigError(f"--config-dir {str(extra)!r} is no folder")
     return sorted({path.name for folder in folders for path in folder.iterdir() if path.is_dir()} - {"hydra"})
 
 
