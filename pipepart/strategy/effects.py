@@ -181,6 +181,7 @@ def _as(thing: Any, members: dict[str, Any]) -> Iterator[None]:
 
 def _module_members(watch: _Watch, original: type, step: str) -> dict[str, Any]:
     method = getattr(original, step)
+    assign: Any = original.__setattr__
 
     @wraps(method)
     def run(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +216,7 @@ def _module_members(watch: _Watch, original: type, step: str) -> dict[str, Any]:
         if watch.running and not name.startswith("_"):
             _check_assigned(self, name, value)
             watch.note("set", name, value)
-        original.__setattr__(self, name, value)
+        assign(self, name, value)
 
     return {
         step: run,
@@ -255,15 +256,16 @@ def _metric_members(watch: _Watch, path: str, metric: Metric | MetricCollection)
             if kind not in ("forward", "compute"):
                 return None
             if isinstance(metric, MetricCollection):
-                names = list(MetricCollection.keys(metric))
-                return {name: Later.of(effect.ordinal, f"metric {path}")[name] for name in names}
+                names = [str(name) for name in MetricCollection.keys(metric)]
+                return {name: Later.of(effect.ordinal, f"metric {path}", name) for name in names}
             return Later.of(effect.ordinal, f"metric {path}")
 
         return call
 
-    members: dict[str, Any] = {
-        k: property(lambda self, k=k: method(k)) for k in ("forward", "update", "compute", "reset")
-    }
+    def attribute(kind: str) -> property:
+        return property(lambda self: method(kind))
+
+    members: dict[str, Any] = {kind: attribute(kind) for kind in ("forward", "update", "compute", "reset")}
     members["__call__"] = lambda self, *args, **kwargs: method("forward")(*args, **kwargs)
     return members
 
@@ -309,7 +311,7 @@ class _List(list):
     def extend(self, values: Any) -> None:
         self.watch.note("extend", str(self.path[0]), list(values), {"path": self.path})
 
-    def __iadd__(self, values: Any) -> Any:
+    def __iadd__(self, values: Any) -> Any:  # type: ignore[misc]
         self.extend(values)
         return self
 

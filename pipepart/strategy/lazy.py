@@ -20,9 +20,9 @@ class Later:
         self.__dict__.update(_compute=compute, _origin=origin)
 
     @staticmethod
-    def of(ordinal: int, origin: str) -> Later:
-        """The value of effect number `ordinal`."""
-        return Later(lambda known: known[ordinal], origin)
+    def of(ordinal: int, origin: str, key: str | None = None) -> Later:
+        """The value of effect number `ordinal`, or of one entry if that is a dict."""
+        return Later(lambda known: known[ordinal] if key is None else known[ordinal][key], origin)
 
     def value(self, known: Mapping[int, Any]) -> Any:
         return self._compute(known)
@@ -68,14 +68,17 @@ def _install() -> None:
     def binary(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[[Later, Any], Later]:
         return lambda self, other: self._then(function, *((other, self) if reflected else (self, other)))
 
+    def unary(function: Callable[[Any], Any]) -> Callable[[Later], Later]:
+        return lambda self: self._then(function, self)
+
     for name in ("add", "sub", "mul", "truediv", "pow"):
         function = getattr(operator, name)
         setattr(Later, f"__{name}__", binary(function, False))
         setattr(Later, f"__r{name}__", binary(function, True))
     for name in ("getitem", "lt", "le", "gt", "ge"):
         setattr(Later, f"__{name}__", binary(getattr(operator, name), False))
-    Later.__neg__ = lambda self: self._then(operator.neg, self)  # type: ignore[attr-defined]
-    Later.__abs__ = lambda self: self._then(abs, self)  # type: ignore[attr-defined]
+    for name in ("neg", "abs"):
+        setattr(Later, f"__{name}__", unary(getattr(operator, name)))
 
 
 _install()

@@ -85,11 +85,20 @@ class MeshStrategy(ParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.mesh.replicas, "rank": self.mesh.replica_of(self.global_rank)}
 
+    def describe_nodes(self) -> str:
+        """Which node has which stages: those of a replica are neighbours, so that few edges leave a node."""
+        lines = []
+        for node in range(self.num_nodes):
+            ranks = range(node * self.num_processes, (node + 1) * self.num_processes)
+            places = [f"replica {self.mesh.replica_of(r)} stage {self.mesh.stage_of(r)}" for r in ranks]
+            lines.append(f"node {node}     {', '.join(places)}")
+        return "\n".join(lines)
+
     def set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -101,6 +110,7 @@ class MeshStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         limit_threads(self.num_processes)
+        assert self.cluster_environment is not None
         timeout = timedelta(seconds=self._options.timeout)
         _init_dist_connection(self.cluster_environment, backend_for(self.root_device), timeout=timeout)
         if self._groups is None and self.mesh.world_size > 1:

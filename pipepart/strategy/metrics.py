@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +49,10 @@ def connect_metrics(module: LightningModule, runtime: StageRuntime) -> Callable[
                 # Metrics gather over the world by default; the other stages of a replica have nothing to add.
                 part.process_group = groups.copies
                 part.distributed_available_fn = _yes if groups.copies is not None else _no
-                undo.append(lambda part=part, before=before: _put_back(part, *before))
+                undo.append(partial(_put_back, part, *before))
         own = metric.compute
         metric.compute = _shared_compute(own, runtime)  # type: ignore[method-assign]
-        undo.append(lambda metric=metric, own=own: setattr(metric, "compute", own))
+        undo.append(partial(setattr, metric, "compute", own))
 
     def all_back() -> None:
         for step in reversed(undo):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +13,6 @@ import torch.utils._pytree as pytree
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -22,23 +20,21 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from pipepart.capture import Recording, record_step
-from pipepart.errors import CaptureError, PlanError
+from pipepart.errors import CaptureError
 from pipepart.planning import Plan, check_request
 from pipepart.runtime import Options, StageRuntime, agree_on_plan, example_microbatch
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
 from pipepart.runtime.transport import check_transport
-from pipepart.strategy import sharded as shards
-from pipepart.strategy.checkpoint_io import CheckpointError, SafeCheckpointIO, verify
+from pipepart.strategy.checkpoint_strategy import CheckpointStrategy
 from pipepart.strategy.console import measured_against_predicted, tell
 from pipepart.strategy.effects import Effects, watched
 from pipepart.strategy.example import first_batch, open_loader, reopen
 from pipepart.strategy.finetuning import connect_finetuning
-from pipepart.strategy.mesh_strategy import MeshStrategy, same_weights_everywhere
+from pipepart.strategy.mesh_strategy import same_weights_everywhere
 from pipepart.strategy.metrics import connect_metrics
-from pipepart.strategy.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
 from pipepart.strategy.recordings import Variants
-from pipepart.strategy.refusals import check_module, check_optimizers, check_trainer
+from pipepart.strategy.refusals import check_materialised, check_module, check_optimizers, check_trainer
 from pipepart.strategy.replay import replay
 from pipepart.strategy.scaler import connect_scaler, loss_scale_of
 from pipepart.strategy.signals import Signals
@@ -54,7 +50,7 @@ _cut: weakref.WeakKeyDictionary[LightningModule, StageRuntime] = weakref.WeakKey
 """Modules of which this process holds a part only, and the runtime that can make them whole."""
 
 
-class PipelineStrategy(MeshStrategy):
+class PipelineStrategy(CheckpointStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -101,7 +97,6 @@ class PipelineStrategy(MeshStrategy):
         super().__init__(options, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.sharded = sharded
         self._example_batch = example_batch
-        self._runtime: StageRuntime | None = None
         self._effects: dict[str, Effects] = {}
         self._variants: dict[str, Variants] = {}
         self._trainable: tuple[bool, ...] = ()
@@ -110,12 +105,6 @@ class PipelineStrategy(MeshStrategy):
         self._undo_metrics: Callable[[], None] = lambda: None
         self.step_times: list[float] = []
         """Seconds of each training step on this rank, without the optimizer."""
-
-    @property
-    def runtime(self) -> StageRuntime:
-        if self._runtime is None:
-            raise PlanError("the pipeline is not set up yet: it is planned when the trainer starts, on its first batch")
-        return self._runtime
 
     @property
     def plan(self) -> Plan:
@@ -139,6 +128,7 @@ class PipelineStrategy(MeshStrategy):
         connect_finetuning(trainer)
         self._release_other_model(module, fitting)
         if self._runtime is None:
+            check_materialised(module)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             with isolate_rng():  # random numbers that planning draws do not count
@@ -193,7 +183,8 @@ class PipelineStrategy(MeshStrategy):
         self._undo_metrics = connect_metrics(module, self._runtime)
         if self._groups is not None:
             _cut[module] = self._runtime
-        tell(f"pipepart: {type(module).__name__}.{step}\n{plan.describe()}\n")
+        nodes = f"\n{self.describe_nodes()}" if self.num_nodes > 1 else ""
+        tell(f"pipepart: {type(module).__name__}.{step}\n{plan.describe()}{nodes}\n")
 
     def _shared_example(self, trainer: Trainer) -> Any:
         """The example of rank 0 for all: ranks must record the same."""
@@ -325,86 +316,6 @@ class PipelineStrategy(MeshStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException) and self._signals is not None and self._runtime is not None:
             self._signals.save()
-
-    # ---- checkpoints: one plain file, as one device would write it, or a directory of shards
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = SafeCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
-            self._checkpoint_io.checkpoint_io = SafeCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.runtime.own_state_dict() if self.sharded else self.runtime.full_state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return own_optimizer_state(plain) if self.sharded else full_optimizer_state(plain, self.runtime)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """If one rank cannot write, all raise."""
-
-        def write() -> None:
-            if self.sharded:
-                shards.save(checkpoint, filepath, self.runtime)
-            elif self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-        self._together(write)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Rank 0 checks that the files are what was written; every rank reads what it needs of them."""
-        sharded = shards.is_sharded(checkpoint_path)
-
-        def check() -> None:
-            if self.is_global_zero:
-                (shards.verify_shards if sharded else verify)(checkpoint_path)
-
-        self._together(check)
-        if sharded:
-            return shards.load_rest(checkpoint_path, weights_only)
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-
-    def _together(self, action: Callable[[], None]) -> None:
-        """Do something that may fail on one rank: then it fails on all, with the same words."""
-        failure: Exception | None = None
-        try:
-            action()
-        except Exception as error:
-            failure = error
-        failures: list[Any] = [str(failure) if failure is not None else None]
-        if self._groups is not None:
-            failures = [None] * self.mesh.world_size
-            with guarded(self._groups):
-                dist.all_gather_object(failures, str(failure) if failure is not None else None)
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(failures):
-            if text is not None:
-                raise CheckpointError(f"rank {rank} failed: {text}")
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if "pipepart_shards" in checkpoint:
-            shards.load_model(dict(checkpoint), self.runtime, strict)
-        else:
-            self.runtime.load_full_state_dict(dict(checkpoint["state_dict"]), strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for number, optimizer in enumerate(self.optimizers):
-            if "pipepart_shards" in checkpoint:
-                shards.load_optimizer(dict(checkpoint), number, optimizer)
-            else:
-                load_full_optimizer_state(optimizer, checkpoint["optimizer_states"][number])
 
     def teardown(self) -> None:
         """Not the base class's: that one moves the module to the CPU, which parameters of other stages cannot."""

@@ -172,17 +172,19 @@ def _apply(
         if effect.kind == "forward" and not runtime.is_last:
             _remember(module.get_submodule(effect.target), values[effect.ordinal])
         elif effect.kind == "reset" and not runtime.is_last:
-            module.get_submodule(effect.target).reset()
+            metric: Any = module.get_submodule(effect.target)
+            metric.reset()
         return
     if effect.ordinal in values:
         recorded = dict(zip(sorted(effect.outputs), values[effect.ordinal]))
     else:
         recorded = {position: result.outputs[index] for position, index in effect.outputs.items()}
-    value = trees.unflatten(_filled(effect, recorded, values), effect.tree)
+    value: Any = trees.unflatten(_filled(effect, recorded, values), effect.tree)
     if effect.kind == "log":
         options = dict(effect.options)
         path = options.pop("metric", None)
-        value = module.get_submodule(path) if path is not None else value
+        if path is not None:
+            value = module.get_submodule(path)
         module.log(effect.target, value, **{"batch_size": result.sizes.batch_size, **options})
     elif effect.kind == "set":
         setattr(module, effect.target, value)
@@ -206,7 +208,7 @@ def _put(module: LightningModule, effect: Effect, value: Any) -> None:
 def _remember(metric: Any, value: Any) -> None:
     """What the metric returned for this batch, where it was not called: Lightning logs it from there."""
     if isinstance(metric, MetricCollection):
-        for base in metric.keys(keep_base=True):
+        for base in (str(key) for key in metric.keys(keep_base=True)):
             name = metric._set_name(base)
             if isinstance(value, dict) and name in value:
                 metric[base]._forward_cache = value[name]

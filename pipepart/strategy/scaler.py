@@ -44,4 +44,4 @@ def connect_scaler(plugin: Any, groups: Groups | None, device: torch.device) -> 
         if not found:  # no parameter of this stage has a gradient
             found[device] = total
 
-    scaler.unscale_, scaler._pipepart = unscale, True
+    scaler.unscale_, scaler._pipepart = unscale, True  # type: ignore[method-assign, attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,10 +41,11 @@ if __name__ == "__main__":
     L.seed_everything(5, verbose=False)
     data = DataLoader(TensorDataset(torch.randn(40, 16)), batch_size=8, shuffle=True, num_workers=1)
     slowly = "--slowly" in sys.argv
+    shape = {"devices": 1, "num_nodes": 2} if "--nodes" in sys.argv else {"devices": 2}
     trainer = L.Trainer(
-        strategy="pipepart", devices=2, accelerator="cpu", max_epochs=500 if slowly else 2, logger=False,
+        strategy="pipepart", accelerator="cpu", max_epochs=500 if slowly else 2, logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        callbacks=[ModelCheckpoint(folder, filename="{epoch}")],
+        callbacks=[ModelCheckpoint(folder, filename="{epoch}")], **shape,
     )
     try:
         trainer.fit(Net(), data)
@@ -72,12 +74,13 @@ def _environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
-def _start(folder: Path, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def _start(folder: Path, *more: str, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, *launcher, str(script), str(folder), *more]
-    return subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {**_environment(), **variables}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def _runs(pid: int) -> bool:
@@ -101,6 +104,23 @@ def test_script_and_torchrun_give_the_same(tmp_path) -> None:
     losses = [torch.load(tmp_path / name / f"loss-{rank}") for name in ("plain", "torchrun") for rank in range(2)]
     assert len(set(losses)) == 1, losses
     torch.load(tmp_path / "plain" / "epoch=1.ckpt", weights_only=True)
+
+
+@pytest.mark.slow
+def test_two_nodes_under_slurm(tmp_path) -> None:
+    """The variables that srun sets, for two nodes with one process each (here on one host)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    job = {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2",
+        "SLURM_NODELIST": "127.0.0.1", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    programs = [_start(tmp_path, "--nodes", **job, SLURM_PROCID=str(i), SLURM_NODEID=str(i)) for i in range(2)]
+    texts = [program.communicate(timeout=150)[0] for program in programs]
+    assert [program.returncode for program in programs] == [0, 0], texts
+    assert "node 0     replica 0 stage 0\nnode 1     replica 0 stage 1" in texts[0], texts[0]
+    assert torch.load(tmp_path / "loss-0") == torch.load(tmp_path / "loss-1")
 
 
 @pytest.mark.slow

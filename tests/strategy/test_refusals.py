@@ -84,6 +84,12 @@ class ManyVariants(Boring):
         return loss * 2 if self.global_step == 3 else loss
 
 
+class Unbuilt(Boring):
+    def configure_model(self):
+        with torch.device("meta"):
+            self.layer[0] = torch.nn.Linear(32, 32)
+
+
 class RankFailure(Boring):
     """The last stage alone cannot go on: its metric refuses the labels."""
 
@@ -115,6 +121,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "list": (Popping, {}, "on self.queue: of what is done to lists"),
     "metric decides": (DecidingByMetric, {}, "decides by it"),
     "metric in the loss": (ComputingWithMetric, {}, "computes with the value of metric train_accuracy"),
+    "meta": (Unbuilt, {}, "has 2 parameters or buffers on the meta device, such as layer.0.weight"),
     "no loss": (NoLoss, {}, "returned no loss"),
     "last stage": (RankFailure, {}, "7"),
 }
