@@ -34,10 +34,14 @@ _FAR = 1.25
 """An estimate so much above the best simulated step is not simulated any more."""
 _MOST = 48
 """Candidates that are split and simulated."""
-_MOST_ACTIONS = 400_000
+_MOST_ACTIONS = 60_000
 """Schedules of more actions are tried only where there is no shorter one."""
-_MOVED = 4
-"""Candidates that are improved by moves at the end."""
+_EFFORT = 1_000_000
+"""Actions that are simulated in all, before the moves."""
+_MOVED = 3
+"""Candidates that are improved by moves at the end,"""
+_NEAR = 1.05
+"""if they are so near to the best."""
 
 
 @dataclass(frozen=True)
@@ -193,16 +197,18 @@ def search(
         raise PlanError(_no_shape(wish, sizes, cluster))
     judged: list[tuple[_Candidate, Split]] = []
     refused: PartitionError | None = None
-    best = math.inf
+    best, spent = math.inf, 0
     long = [c for c in candidates if c.actions > _MOST_ACTIONS]
     for candidate in [c for c in candidates if c.actions <= _MOST_ACTIONS] + long:
         found = best < math.inf
-        if found and (candidate.estimate > best * _FAR or candidate.actions > _MOST_ACTIONS or len(judged) >= _MOST):
+        enough = spent > _EFFORT or len(judged) >= _MOST
+        if found and (candidate.estimate > best * _FAR or candidate.actions > _MOST_ACTIONS or enough):
             break
         if candidate.bound >= best:
             continue
-        if not found and len(judged) >= 2 * _MOST:
-            break
+        if spent > 4 * _EFFORT or len(judged) >= 4 * _MOST:
+            break  # nothing has fitted so far, and what comes is less promising
+        spent += candidate.actions
         try:
             split = run.cases[candidate.shape].best(candidate.recipe, moves=False)
         except PartitionError as error:
@@ -215,7 +221,8 @@ def search(
         assert refused is not None
         raise refused
     ranked = sorted(judged, key=lambda pair: weighed(pair[1]))
-    top = [(c, run.cases[c.shape].best(c.recipe)) for c, _ in ranked[:_MOVED]]
+    near = [pair for pair in ranked[:_MOVED] if weighed(pair[1]) <= (ranked[0][1].over, ranked[0][1].step * _NEAR)]
+    top = [(c, run.cases[c.shape].best(c.recipe)) for c, _ in near or ranked[:1]]
     candidate, split = min(top, key=lambda pair: weighed(pair[1]))
     case = run.cases[candidate.shape]
     if split.over > 0:

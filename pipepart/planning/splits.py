@@ -23,6 +23,8 @@ __all__ = ["Case", "Split"]
 _EFFORT = 300_000
 """About how many actions are simulated for the moves of one split."""
 _MOST_SCORES = 150
+_SHORT = 4_000
+"""Actions of a schedule that is simulated for all simple splits, too, at a quick look."""
 _SIMPLE = ("even", "flops", "greedy", "parameters")
 
 
@@ -104,12 +106,15 @@ class Case:
         return Split(recipe, schedule, tuple(int(c) for c in chunk_of), again, priced, step, over, worst)
 
     def best(self, recipe: Recipe, moves: bool = True) -> Split:
-        """The best split that is found for this recipe; it may not fit into memory (see `Split.over`)."""
+        """The best split that is found for this recipe; it may not fit into memory (see `Split.over`).
+
+        Without ``moves`` it is a quick look: long schedules are then simulated for the exact split only.
+        """
         schedule = self.make_schedule(recipe)
         problem = self.problem(schedule.placement)
         exact = self._exact(problem, schedule)
         starts = {exact.method: exact.chunk_of}
-        if schedule.chunks > 1:
+        if schedule.chunks > 1 and (moves or 2 * schedule.chunks * schedule.microbatches <= _SHORT):
             simple = baselines(problem, schedule.chunks)
             starts.update((name, simple[name].chunk_of) for name in sorted(simple))
         judged = {name: self.judge(recipe, schedule, np.asarray(split)) for name, split in starts.items()}
