@@ -29,14 +29,29 @@
   pp.data = data;
   pp.timelines = timelines;
 
+  // the overview first; the browser may paint it before the larger sections are drawn
   pp.renderOverview($("overview"), data);
   pp.renderCompare($("compare"), data);
   pp.renderStages($("stages"), data, timelines);
-  pp.renderSchedule($("schedule"), timelines);
-  pp.renderWhatIf($("whatif"), data);
-  if (pp.renderGraph) pp.renderGraph($("graph"), data);
   for (const section of document.querySelectorAll("main section")) {
     if (!section.hidden) $("nav").append(pp.h("a", { href: `#${section.id}` }, section.dataset.title));
   }
-  document.documentElement.dataset.ready = "yes";
+  const rest = [
+    () => pp.renderSchedule($("schedule"), timelines),
+    () => pp.renderWhatIf($("whatif"), data),
+    () => pp.renderGraph($("graph"), data),
+    () => {
+      document.documentElement.dataset.ready = "yes";
+      performance.mark("complete");
+      if (location.hash.length > 1 && $(location.hash.slice(1))) $(location.hash.slice(1)).scrollIntoView();
+    },
+  ];
+  const next = () => {
+    rest.shift()();
+    if (rest.length) setTimeout(next, 0);
+  };
+  requestAnimationFrame(() => {
+    performance.mark("overview");
+    setTimeout(next, 0);
+  });
 })((globalThis.pipepart = globalThis.pipepart || {}));
