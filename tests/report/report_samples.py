@@ -11,7 +11,7 @@ from pipepart.cost import OpCosts
 from pipepart.planning.plan import ChunkPlan, Plan, Traffic
 from pipepart.schedule import SCHEDULES, Timeline, make_schedule, simulate
 
-__all__ = ["costs_of", "gpt_graph", "jittered", "sample_plan"]
+__all__ = ["costs_of", "gpt_graph", "jittered", "moved", "sample_plan"]
 
 
 def sample_plan(
