@@ -15,7 +15,7 @@ from pipepart.graph import OpGraph
 from pipepart.partition import Link
 from pipepart.planning.layout import Layout
 from pipepart.planning.plan import ChunkPlan, StageMemory, Traffic
-from pipepart.schedule import ChunkCosts, Edges, Schedule, peak_activations
+from pipepart.schedule import ChunkCosts, Edges, Schedule
 
 __all__ = ["ParameterSizes", "Priced", "Pricing", "chunk_peaks"]
 
@@ -192,24 +192,17 @@ class Pricing:
         self, chunk_of: Sequence[int] | Ints, priced: Priced, schedule: Schedule, recompute: Sequence[bool]
     ) -> tuple[StageMemory, ...]:
         """What each stage holds at the peak of the schedule."""
-        costs = priced.costs(recompute)
-        peaks = peak_activations(schedule, costs.activation, costs.kept_for_weight)
         stage_of = np.asarray(priced.placement, dtype=np.int64)[np.asarray(chunk_of, dtype=np.int64)]
         held, trained = self._held(stage_of, schedule.stages)
-        found = []
-        for stage in range(schedule.stages):
-            mine = [c for c, home in enumerate(priced.placement) if home == stage]
-            # A chunk that recomputes holds all that it saves again, for the micro-batch that it is at.
-            working = max((priced.saved[c] for c in mine if recompute[c]), default=0.0)
-            found.append(
-                StageMemory(
-                    weights=int(held[stage]),
-                    gradients=int(trained[stage]),
-                    optimizer=int(trained[stage] * self.optimizer_factor),
-                    activations=math.ceil(peaks[stage] + working),
-                )
+        return tuple(
+            StageMemory(
+                weights=int(held[stage]),
+                gradients=int(trained[stage]),
+                optimizer=int(trained[stage] * self.optimizer_factor),
+                activations=_activations(priced, schedule, stage, recompute),
             )
-        return tuple(found)
+            for stage in range(schedule.stages)
+        )
 
     def fitting_recompute(
         self, chunk_of: Sequence[int] | Ints, priced: Priced, schedule: Schedule, wish: bool | str
@@ -218,8 +211,7 @@ class Pricing:
 
         Chunks of a stage change to recomputation one by one, the one that saves most per second of extra work first.
         """
-        count = len(priced.placement)
-        again = [wish is True] * count
+        again = [wish is True] * len(priced.placement)
         memory = self.memory(chunk_of, priced, schedule, again)
         over = [m.total - limit for m, limit in zip(memory, self.layout.memory)]
         if wish == "auto" and max(over) > 0:
@@ -227,14 +219,14 @@ class Pricing:
             for stage in [s for s, bytes_over in enumerate(over) if bytes_over > 0]:
                 mine = [c for c, home in enumerate(priced.placement) if home == stage]
                 saving = {c: in_flight[c] * (priced.saved[c] - priced.received[c]) for c in mine}
+                fixed = memory[stage].total - memory[stage].activations
                 for c in sorted(mine, key=lambda c: (priced.forward[c] / max(saving[c], 1e-30), c)):
                     if saving[c] <= priced.saved[c]:
                         continue  # with one micro-batch in flight nothing is won
                     again[c] = True
-                    memory = self.memory(chunk_of, priced, schedule, again)
-                    if memory[stage].total <= self.layout.memory[stage]:
+                    over[stage] = fixed + _activations(priced, schedule, stage, again) - self.layout.memory[stage]
+                    if over[stage] <= 0:
                         break
-            over = [m.total - limit for m, limit in zip(memory, self.layout.memory)]
         worst = max(range(len(over)), key=over.__getitem__)
         return tuple(again), max(0.0, over[worst]), worst
 
@@ -271,6 +263,24 @@ class Pricing:
             Traffic(*pair, int(there), int(back), seconds, seconds_back)
             for pair, (there, seconds, back, seconds_back) in sorted(priced.traffic.items())
         )
+
+
+def _activations(priced: Priced, schedule: Schedule, stage: int, recompute: Sequence[bool]) -> int:
+    """Bytes that a stage keeps for backward at its peak.
+
+    A chunk that recomputes holds all that it saves again, for the micro-batch that it is at. Between the two halves of
+    a split backward everything is taken to stay.
+    """
+    size = [r if again else s for r, s, again in zip(priced.received, priced.saved, recompute)]
+    level = peak = 0.0
+    for action in schedule.actions[stage]:
+        if action.kind == "F":
+            level += size[action.chunk]
+            peak = max(peak, level)
+        elif action.kind in ("B", "W"):
+            level -= size[action.chunk]
+    mine = [c for c, home in enumerate(priced.placement) if home == stage]
+    return math.ceil(peak + max((priced.saved[c] for c in mine if recompute[c]), default=0.0))
 
 
 def chunk_peaks(schedule: Schedule) -> tuple[int, ...]:

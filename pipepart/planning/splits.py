@@ -25,6 +25,8 @@ _EFFORT = 300_000
 _MOST_SCORES = 150
 _SHORT = 4_000
 """Actions of a schedule that is simulated for all simple splits, too, at a quick look."""
+_SMALL = 60_000
+"""Ops times chunks for which a cut within memory is also searched where it is not needed."""
 _SIMPLE = ("even", "flops", "greedy", "parameters")
 
 
@@ -119,7 +121,9 @@ class Case:
             starts.update((name, simple[name].chunk_of) for name in sorted(simple))
         judged = {name: self.judge(recipe, schedule, np.asarray(split)) for name, split in starts.items()}
         first = judged[exact.method]
-        if self.limited and (first.over > 0 or any(first.recompute)):
+        # A cut that knows of the memory: where the free one does not fit, and where another might recompute less.
+        small = problem.ops * schedule.chunks <= _SMALL
+        if self.limited and (first.over > 0 or (moves and small and any(first.recompute))):
             roomy = self._roomy(problem, schedule)
             if roomy is not None:
                 name = f"{roomy.method}, within memory"
