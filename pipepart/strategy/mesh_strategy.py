@@ -144,11 +144,14 @@ class MeshStrategy(ParallelStrategy):
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """One entry for each replica: the stages of one replica have the same values."""
-        if group is None and (self._groups is None or self._groups.copies is None):
-            return tensor.unsqueeze(0) if self._groups is not None else tensor
+        if group is None or group is dist.group.WORLD:
+            if self._groups is None:
+                return tensor
+            if self._groups.copies is None:
+                return tensor.unsqueeze(0)
+            group = self._groups.copies
         with guarded(self._groups):
-            chosen = group if group is not None or self._groups is None else self._groups.copies
-            return _all_gather_ddp_if_available(tensor, group=chosen, sync_grads=sync_grads)
+            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks: stages may see different things (time, signals)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -46,8 +45,18 @@ _EVALUATION = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
-_cut: weakref.WeakKeyDictionary[LightningModule, StageRuntime] = weakref.WeakKeyDictionary()
-"""Modules of which this process holds a part only, and the runtime that can make them whole."""
+_CUT = "_pipepart_cut"
+"""The attribute of a module of which this process holds a part only: what can make it whole again."""
+
+
+class _Cut:
+    """Keeps the runtime with its module; copies and pickles of the module go without."""
+
+    def __init__(self, runtime: StageRuntime | None = None) -> None:
+        self.runtime = runtime
+
+    def __reduce__(self) -> Any:
+        return _Cut, ()
 
 
 class PipelineStrategy(CheckpointStrategy):
@@ -147,15 +156,17 @@ class PipelineStrategy(CheckpointStrategy):
         runtime = self._runtime
         if runtime is not None and not (runtime.root is module and (runtime.has("training_step") or not fitting)):
             self.make_whole()
-        elif runtime is None and module in _cut:  # left by another trainer
-            _cut.pop(module).make_whole()
+        elif runtime is None:
+            left = module.__dict__.pop(_CUT, None)  # by another trainer
+            if left is not None and left.runtime is not None:
+                left.runtime.make_whole()
 
     def make_whole(self) -> None:
         """All parameters on every rank again, as after a run on one device. All ranks must call it together."""
         self._undo_metrics()
         runtime, self._runtime, self._effects, self._variants = self._runtime, None, {}, {}
         if runtime is not None:
-            _cut.pop(runtime.root, None)  # type: ignore[call-overload]
+            runtime.root.__dict__.pop(_CUT, None)
             runtime.make_whole()
 
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
@@ -182,7 +193,7 @@ class PipelineStrategy(CheckpointStrategy):
         self._variants = {step: Variants(step, [step], 1)}
         self._undo_metrics = connect_metrics(module, self._runtime)
         if self._groups is not None:
-            _cut[module] = self._runtime
+            module.__dict__[_CUT] = _Cut(self._runtime)
         nodes = f"\n{self.describe_nodes()}" if self.num_nodes > 1 else ""
         tell(f"pipepart: {type(module).__name__}.{step}\n{plan.describe()}{nodes}\n")
 

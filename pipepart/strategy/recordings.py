@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipepart.capture import GuardError, Recording, intrinsics
+from pipepart.capture import Recording
 from pipepart.errors import CaptureError
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
@@ -48,10 +48,7 @@ class Variants:
         if runtime.is_first:
             with guarded(runtime.groups):
                 chosen = self._fitting(batch, numbers, runtime)
-        if any(_may_be_stale(runtime.recording(name)) for name in self.names):
-            chosen = (runtime.from_first(chosen[0]), chosen[1])
-        elif not runtime.is_first:
-            chosen = (self.names[0], None)
+        chosen = (runtime.from_first(chosen[0]), chosen[1])
         if chosen[0] is not None and chosen[0] != self.names[0]:
             self.names.remove(chosen[0])
             self.names.insert(0, chosen[0])
@@ -65,18 +62,11 @@ class Variants:
             wanted = {item.name for item in recording.inputs if item.kind == "number"}
             try:
                 leaves = recording.flatten((batch,), {key: value for key, value in numbers.items() if key in wanted})
-            except GuardError:
+            except CaptureError:  # another structure, type or size
                 continue
             if _holds(recording, leaves, runtime.plan.microbatches):
                 return name, leaves
         return None, None
-
-
-def _may_be_stale(recording: Recording) -> bool:
-    """Whether there are batches or step numbers that the recording does not hold for."""
-    if any(item.dynamic and not all(item.dynamic) for item in recording.inputs if item.kind == "tensor"):
-        return True
-    return any(node.target is intrinsics.check for node in recording.graph.nodes)
 
 
 def _holds(recording: Recording, leaves: list[Any], microbatches: int) -> bool:

@@ -22,7 +22,7 @@ QUIET = {
 }
 
 
-def _fit(name: str, devices: int, strategy, trainer: dict, samples: int = 44, batch_size: int = 8):
+def _fit(name: str, devices: int, strategy, trainer: dict, samples: int = 42, batch_size: int = 8):
     module = Module(name, seed=3 if int(torch.distributed.get_rank() if devices > 1 else 0) == 0 else 99)
     trainer = L.Trainer(strategy=strategy, devices=devices, **{**QUIET, **trainer})
     trainer.fit(module, loader(name, samples, batch_size), loader(name, 20, batch_size, seed=6))
@@ -43,7 +43,7 @@ def _plain_loop(name: str, steps: int, clip: float | None, accumulate: int = 1):
     optimizer, scheduler = setup["optimizer"], setup["lr_scheduler"]["scheduler"]
     losses, done, batch_number = [], 0, 0
     while done < steps:
-        for batch in loader(name, 44, 8):
+        for batch in loader(name, 42, 8):  # the last batch has fewer samples than micro-batches
             size = len(batch[0])
             count = min(4, size)
             sizes = [size // count + (i < size % count) for i in range(count)]

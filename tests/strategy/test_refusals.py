@@ -9,8 +9,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
+from lightning.pytorch.plugins.precision import Precision
 from realistic import Boring, Classifier, build
 from support.ranks import run_ranks
+from torch.utils.data import DataLoader
 from watching import QUIET
 
 from pipepart import PipelineStrategy
@@ -90,6 +92,10 @@ class Unbuilt(Boring):
             self.layer[0] = torch.nn.Linear(32, 32)
 
 
+class OtherPrecision(Precision):
+    precision = "other"
+
+
 class RankFailure(Boring):
     """The last stage alone cannot go on: its metric refuses the labels."""
 
@@ -117,6 +123,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "pruning": (Boring, {"callbacks": [cb.ModelPruning("l1_unstructured")]}, "ModelPruning does not work"),
     "batch size finder": (Boring, {"callbacks": [cb.BatchSizeFinder()]}, "BatchSizeFinder does not work"),
     "sync_batchnorm": (Boring, {"sync_batchnorm": True}, "sync_batchnorm=True is not supported"),
+    "precision plugin": (
+        Boring,
+        {"plugins": [OtherPrecision()]},
+        "the precision plugin OtherPrecision is not supported",
+    ),
     "counter": (Counting, {}, "the step sets self.count to 1"),
     "list": (Popping, {}, "on self.queue: of what is done to lists"),
     "metric decides": (DecidingByMetric, {}, "decides by it"),
@@ -177,6 +188,39 @@ def test_step_that_changes_is_recorded_again() -> None:
     L.Trainer(max_steps=7, **QUIET).fit(module, train)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert expected[3] > 1.5 * expected[4], "the fourth step has another loss"
+
+
+class TwoForms(Boring):
+    """Takes tensors and dicts of tensors, wide and narrow."""
+
+    def training_step(self, batch, batch_idx):
+        batch = batch["x"] if isinstance(batch, dict) else batch
+        return self.loss(self(torch.nn.functional.pad(batch, (0, 32 - batch.shape[1]))))
+
+
+def _forms(pipeline: bool, devices: int) -> list[float]:
+    torch.manual_seed(0)
+    batches = [
+        torch.randn(8, 32),
+        {"x": torch.randn(6, 32)},
+        torch.randn(8, 20),
+        {"x": torch.randn(2, 20)},
+        torch.randn(7, 32),
+    ]
+    torch.manual_seed(0)
+    module = TwoForms()
+    losses: list[float] = []
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: losses.append(float(outputs["loss"]))
+    strategy = PipelineStrategy(stages=2, microbatches=3) if pipeline else "auto"
+    trainer = L.Trainer(strategy=strategy, devices=devices, max_epochs=2, **QUIET)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return losses
+
+
+def test_batches_of_another_form_are_recorded_again() -> None:
+    expected = _forms(False, 1)
+    for losses in run_ranks(2, _forms, True, 2):
+        assert losses == pytest.approx(expected, rel=1e-4)
 
 
 def test_devices_that_do_not_fit_are_refused_before_anything_starts() -> None:

@@ -288,6 +288,33 @@ def test_lr_find(tmp_path, monkeypatch) -> None:
         assert best == suggestion
 
 
+class Norms(cb.Callback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.seen.append({key: float(value) for key, value in L.pytorch.utilities.grad_norm(module, 2).items()})
+
+
+def _norms(pipeline: bool, devices: int) -> list[dict[str, float]]:
+    module, train, _ = build("many_losses")
+    norms = Norms()
+    chosen = PipelineStrategy(stages=2, microbatches=3) if pipeline else "auto"
+    run_fit(module, train, None, chosen, devices, callbacks=[norms], max_epochs=1)
+    return norms.seen
+
+
+def test_grad_norm_in_a_hook_is_that_of_the_stage() -> None:
+    total = "grad_2.0_norm_total"
+    for expected, *parts in zip(_norms(False, 1), *run_ranks(2, _norms, True, 2)):
+        assert {key for part in parts for key in part} == set(expected)
+        assert sum(part[total] ** 2 for part in parts) ** 0.5 == pytest.approx(expected[total], rel=1e-4)
+        for part in parts:
+            assert {key: part[key] for key in part if key != total} == pytest.approx(
+                {key: expected[key] for key in part if key != total}, rel=1e-3, abs=1e-6
+            )
+
+
 # ---- validate, test and predict without fit
 
 
