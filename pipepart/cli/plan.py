@@ -40,7 +40,7 @@ def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False,
         raise ConfigError(f"one module:callable at a time, got {' and '.join(named)}")
     config = checked(compose_config(overrides, "plan", extra))
     strategy = config["strategy"]
-    check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"])
+    check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"], strategy["recompute"])
     cluster = None if config["cluster"].get("measured") else cluster_from(config["cluster"])
     mesh = _mesh(config, cluster)
     found = _plan_for(config, mesh, cluster, named[0] if named else None)
@@ -85,13 +85,15 @@ def _plan_for(config: dict[str, Any], mesh: Mesh, cluster: Cluster | None, named
         slack=strategy["slack"],
         keep_together=tuple(tuple(group) for group in strategy["keep_together"]),
         split_at=None if strategy["split_at"] is None else tuple(strategy["split_at"]),
+        recompute=strategy["recompute"],
+        memory_limit=strategy["memory_limit"],
     )
     size = batch_size_of([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in recording.root.named_parameters()}
     if cluster is None:
         return make_plan(graph, profiled(recording, leaves), request, size, sizes)
     whole = cluster.with_devices(mesh.world_size)
-    layout = Layout.on(whole, mesh.stages, mesh.replicas)
+    layout = Layout.on(whole, mesh.stages, mesh.replicas, memory_limit=strategy["memory_limit"])
     dtype = next((name for key, name in _DTYPES.items() if str(config["trainer"]["precision"]).startswith(key)), None)
     by_kind = {kind: analytic(graph, whole.kinds[kind], dtype=dtype) for kind in set(layout.kinds)}
     return make_plan(graph, [by_kind[kind] for kind in layout.kinds], request, size, sizes, layout=layout)

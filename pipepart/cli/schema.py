@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -41,7 +42,7 @@ def schema_of(name: str, function: Callable[..., Any], leave_out: Collection[str
         if default is inspect.Parameter.empty:
             fields.append((key, Any, field(default="???")))  # OmegaConf's mark for a value that must be given
         elif isinstance(default, (list, tuple)):
-            fields.append((key, Any, field(default_factory=lambda default=default: list(default))))
+            fields.append((key, Any, field(default_factory=partial(list, default))))
         else:
             fields.append((key, plain, field(default=default)))
     return dataclasses.make_dataclass(name, fields)

@@ -65,7 +65,7 @@ def resolve_devices(config: dict[str, Any]) -> int:
 def check_run(config: dict[str, Any]) -> None:
     """Refuse here what can be refused before any process is started."""
     strategy, launcher = config["strategy"], config["launcher"]
-    check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"])
+    check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"], strategy.get("recompute", "auto"))
     if not strategy.get("plan"):
         fit_mesh(int(config["devices"]) * int(launcher["nodes"]), strategy["stages"], strategy["replicas"])
     elif not Path(strategy["plan"]).is_file():
