@@ -37,7 +37,7 @@ _MOST = 48
 _MOST_ACTIONS = 60_000
 """Schedules of more actions are tried only where there is no shorter one."""
 _EFFORT = 1_000_000
-"""Actions that are simulated in all, before the moves."""
+"""Actions that are simulated in all before the moves; the search for a cut counts for some, too."""
 _MOVED = 3
 """Candidates that are improved by moves at the end,"""
 _NEAR = 1.05
@@ -167,12 +167,12 @@ class _Search:
             return  # not even the parameters fit
         reduce = layout.reduce_seconds(0, parameters / stages)
         for recipe in recipes(request):
-            bubble, held = _bubble(recipe, stages, microbatches, f, i, w)
-            estimate = microbatches * (f + i + w) + bubble + reduce
-            again = request.recompute is True or (request.recompute == "auto" and state + held * saved > room)
-            if again:
-                estimate += microbatches * f
-            elif state + held * saved > room:
+            held = _bubble(recipe, stages, microbatches, f, i, w)[1]
+            full = state + held * saved > room
+            again = request.recompute is True or (request.recompute == "auto" and full)
+            back = i + f if again else i  # a forward that is run again comes with the gradient of the inputs
+            estimate = microbatches * (f + back + w) + _bubble(recipe, stages, microbatches, f, back, w)[0] + reduce
+            if full and not again:
                 estimate *= 4  # it will hardly fit: last
             chunked = recipe.chunks > 1
             bound = max(microbatches * work / stages, path if chunked else 0.0)
@@ -208,7 +208,7 @@ def search(
             continue
         if spent > 4 * _EFFORT or len(judged) >= 4 * _MOST:
             break  # nothing has fitted so far, and what comes is less promising
-        spent += candidate.actions
+        spent += candidate.actions + len(graph) * candidate.stages * candidate.recipe.chunks // 3
         try:
             split = run.cases[candidate.shape].best(candidate.recipe, moves=False)
         except PartitionError as error:
