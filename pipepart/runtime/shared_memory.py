@@ -139,9 +139,9 @@ class _Peer:
 
     def _await(self, write: bool, deadline: float) -> None:
         left = deadline - time.monotonic()
-        reading = [] if write else [self._socket]
-        writing = [self._socket] if write else []
-        if left <= 0 or not any(select.select(reading, writing, [], left)):
+        waiting = select.poll()  # not select(), which takes no descriptor above 1023
+        waiting.register(self._socket, select.POLLOUT if write else select.POLLIN)
+        if left <= 0 or not waiting.poll(left * 1000):
             what = "take a message" if write else "send"
             raise TimeoutError(f"Timed out waiting {self._timeout:.0f} s for {self._who} to {what}")
 
