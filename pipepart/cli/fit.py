@@ -18,7 +18,7 @@ from pipepart.cli.console import quiet_libraries, stand_out
 from pipepart.cli.secrets import redacted
 from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
-from pipepart.report import save_timeline, write_report
+from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.strategy import PipelineStrategy
 
 __all__ = ["build_recipe", "fit"]
@@ -110,5 +110,15 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
         result["samples_per_second"] = plan.batch_size * plan.replicas / measured
     if timeline is not None:
         save_timeline(folder / "trace.json", timeline)
-    write_report(folder / "report.html", plan, measured=timeline, measured_step=measured, title=str(config["name"]))
+    graph, costs = strategy.runtime.graph, strategy.runtime.costs
+    save_graph(folder / "graph.json", graph, costs)
+    write_report(
+        folder / "report.html",
+        plan,
+        graph=graph,
+        costs=costs,
+        measured=timeline,
+        measured_step=measured,
+        title=str(config["name"]),
+    )
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 
 from pipepart.capture import Recording
-from pipepart.cost import profiled
+from pipepart.cost import OpCosts, profiled
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.planning import Plan, Request, auto_microbatches, make_plan
@@ -69,31 +69,35 @@ def agree_on_plan(
     groups: Groups | None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     variant: str = "",
-) -> tuple[Plan, OpGraph]:
-    """The plan, the same on every rank. Rank 0 makes it (or takes the given one); the others check that it fits."""
+) -> tuple[Plan, OpGraph, OpCosts | None]:
+    """The plan, the same on every rank. Rank 0 makes it (or takes the given one); the others check that it fits.
+
+    Also the graph, and the costs that were measured for the plan (rank 0, unless the plan was given).
+    """
     graph = op_graph(recording)
+    costs: OpCosts | None = None
     with guarded(groups):
-        plan = None
-        if groups is None or groups.rank == 0:
-            plan = options.plan or _make(recording, graph, leaves, options, mesh, microbatches, context, variant)
+        plan = options.plan
+        if plan is None and (groups is None or groups.rank == 0):
+            costs = profiled(recording, leaves, context, variant)
+            plan = _make(recording, graph, costs, leaves, options, mesh, microbatches)
         if groups is not None:
             box = [plan.to_json() if plan is not None else None]
             dist.broadcast_object_list(box, 0)
             plan = Plan.from_json(str(box[0]))
         assert plan is not None
         _check_fits(plan, graph, mesh)
-    return plan, graph
+    return plan, graph, costs
 
 
 def _make(
     recording: Recording,
     graph: OpGraph,
+    costs: OpCosts,
     leaves: Sequence[Any],
     options: Options,
     mesh: Mesh,
     microbatches: int,
-    context: Callable[[], AbstractContextManager[Any]],
-    variant: str,
 ) -> Plan:
     request = Request(
         stages=mesh.stages,
@@ -107,7 +111,6 @@ def _make(
         recompute=options.recompute,
         memory_limit=options.memory_limit,
     )
-    costs = profiled(recording, leaves, context, variant)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in recording.root.named_parameters()}
     return make_plan(graph, costs, request, batch_size_of(tensors), sizes)

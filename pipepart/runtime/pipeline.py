@@ -88,11 +88,13 @@ class Pipeline:
         was_training = root.training
         root.train()
         training = record(module_or_step, *example)
-        agreed, graph = agree_on_plan(training, training.flatten(*example), options, mesh, count, groups)
+        agreed, graph, costs = agree_on_plan(training, training.flatten(*example), options, mesh, count, groups)
         root.eval()
         evaluation = record(module_or_step, *example)
         root.train(was_training)
-        self._runtime = StageRuntime(root, agreed, graph, training, groups, self._device, timeout, "step", transport)
+        self._runtime = StageRuntime(
+            root, agreed, graph, training, groups, self._device, timeout, "step", transport, costs
+        )
         self._runtime.add("evaluate", evaluation)
         self._trace = False
         self._accumulating = False

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipepart.capture import Chunk, Recording, split
+from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph, op_graph
 from pipepart.planning import Plan, transfer
 from pipepart.runtime.failure import guarded
@@ -40,10 +41,11 @@ class StageRuntime:
         timeout: float,
         name: str,
         transport: str = "auto",
+        costs: OpCosts | None = None,
     ) -> None:
         """`planned` is the recorded step that the plan was made for, under the name that it will be run by."""
         self.root, self.plan, self.groups, self.device = root, plan, groups, device
-        self._graph = graph
+        self.graph, self.costs = graph, costs
         chunks = split(planned, dict(zip(plan.ops, plan.chunk_of)), len(plan.placement))
         self.ownership = Ownership.of(root, chunks, plan.placement)
         self._transport: Transport | None = None
@@ -82,7 +84,7 @@ class StageRuntime:
     def add(self, name: str, recording: Recording) -> None:
         """Lay the plan over another recorded step of the same model (evaluation)."""
         graph = op_graph(recording)
-        chunk_of = transfer(self._graph, self.plan.chunk_of, graph, len(self.plan.placement))
+        chunk_of = transfer(self.graph, self.plan.chunk_of, graph, len(self.plan.placement))
         chunks = split(recording, chunk_of, len(self.plan.placement))
         self._programs[name] = Program(recording, chunks, self.plan, self.groups, self._transport, self.device)
 

@@ -3,9 +3,10 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from pipepart.strategy.ema import WeightEMA
+from pipepart.strategy.monitor import PipelineMonitor
 from pipepart.strategy.pipeline_strategy import PipelineStrategy
 
-__all__ = ["PipelineStrategy", "WeightEMA"]
+__all__ = ["PipelineMonitor", "PipelineStrategy", "WeightEMA"]
 
 if PipelineStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(

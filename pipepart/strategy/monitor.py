@@ -121,7 +121,7 @@ class PipelineMonitor(Callback):
             self._folder.mkdir(parents=True, exist_ok=True)
             files = {"plan.json": self._folder / "plan.json", "graph.json": self._folder / "graph.json"}
             plan.save(files["plan.json"])
-            save_graph(files["graph.json"], strategy.runtime._graph)
+            save_graph(files["graph.json"], strategy.runtime.graph, strategy.runtime.costs)
 
         def record(logger: Logger) -> None:
             if isinstance(logger, TensorBoardLogger):
@@ -142,7 +142,8 @@ class PipelineMonitor(Callback):
         write_report(
             files["report.html"],
             plan,
-            graph=strategy.runtime._graph,
+            graph=strategy.runtime.graph,
+            costs=strategy.runtime.costs,
             measured=timeline,
             measured_step=statistics.median(steps[3:] or steps) if steps else None,
             title=type(trainer.lightning_module).__name__,

@@ -180,7 +180,7 @@ class PipelineStrategy(CheckpointStrategy):
             module.eval()
         recording = self._record(module, step, step, microbatch)
         leaves = recording.flatten((microbatch,), {})
-        plan, graph = agree_on_plan(
+        plan, graph, costs = agree_on_plan(
             recording, leaves, self._options, self.mesh, count, self._groups,
             self.precision_plugin.forward_context, str(trainer.precision),
         )  # fmt: skip
@@ -188,7 +188,7 @@ class PipelineStrategy(CheckpointStrategy):
             part.training = mode
         options = self._options
         self._runtime = StageRuntime(
-            module, plan, graph, recording, self._groups, self.root_device, options.timeout, step, options.transport
+            module, plan, graph, recording, self._groups, self.root_device, options.timeout, step, options.transport, costs
         )
         self._variants = {step: Variants(step, [step], 1)}
         self._undo_metrics = connect_metrics(module, self._runtime)
