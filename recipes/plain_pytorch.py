@@ -7,6 +7,7 @@ torchrun --nproc-per-node 4 -m recipes.plain_pytorch --stages 2 --steps 300
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class Model(nn.Module):
         return F.cross_entropy(self.net(points), classes)
 
 
-def main() -> float:
+def main(words: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=None, help="default: all processes in one pipeline")
     parser.add_argument("--schedule", default="auto", help="gpipe, 1f1b, interleaved")
@@ -43,7 +44,7 @@ def main() -> float:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=1e-3)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
 
     torch.manual_seed(0)  # the same model on every rank
     points, classes = spirals(2048)

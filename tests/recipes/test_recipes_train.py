@@ -85,3 +85,19 @@ def test_two_replicas_of_two_stages(recipe: str, tmp_path: Path) -> None:
     result = _train(recipe, ["strategy=hybrid", "strategy.schedule=1f1b"], tmp_path / "run")
     assert (result["replicas"], result["stages"]) == (2, 2)
     _check(recipe, tmp_path / "run", result)
+
+
+def _plain(words: list[str]) -> float:
+    from recipes.plain_pytorch import main
+
+    return main(words)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 2)])
+def test_the_plain_loop(ranks: int, stages: int) -> None:
+    words = ["--steps", "60", "--stages", str(stages), "--schedule", "1f1b"]
+    losses = run_ranks(ranks, _plain, words, timeout=170)
+    assert all(loss < 0.6 for loss in losses), losses
+    assert len({round(loss, 6) for loss in losses[:stages]}) == 1
