@@ -36,6 +36,8 @@ _MOST = 48
 """Candidates that are split and simulated."""
 _MOST_ACTIONS = 60_000
 """Schedules of more actions are tried only where there is no shorter one."""
+_MOST_CUTTING = 200_000
+"""The same for ops times chunks: what the search for a cut takes grows with it."""
 _EFFORT = 1_000_000
 """Actions that are simulated in all before the moves; the search for a cut counts for some, too."""
 _MOVED = 3
@@ -198,11 +200,11 @@ def search(
     judged: list[tuple[_Candidate, Split]] = []
     refused: PartitionError | None = None
     best, spent = math.inf, 0
-    long = [c for c in candidates if c.actions > _MOST_ACTIONS]
-    for candidate in [c for c in candidates if c.actions <= _MOST_ACTIONS] + long:
+    long = [c for c in candidates if _is_long(c, graph)]
+    for candidate in [c for c in candidates if not _is_long(c, graph)] + long:
         found = best < math.inf
         enough = spent > _EFFORT or len(judged) >= _MOST
-        if found and (candidate.estimate > best * _FAR or candidate.actions > _MOST_ACTIONS or enough):
+        if found and (candidate.estimate > best * _FAR or _is_long(candidate, graph) or enough):
             break
         if candidate.bound >= best:
             continue
@@ -227,7 +229,12 @@ def search(
     case = run.cases[candidate.shape]
     if split.over > 0:
         raise nothing_fits(case, split)
-    return finish(case, split, candidate.size, _tried(judged, split), cluster.name)
+    return finish(case, split, candidate.size, _tried(judged, candidate), cluster.name)
+
+
+def _is_long(candidate: _Candidate, graph: OpGraph) -> bool:
+    cutting = len(graph) * candidate.stages * candidate.recipe.chunks
+    return candidate.actions > _MOST_ACTIONS or (cutting > _MOST_CUTTING and candidate.stages > 1)
 
 
 def _bubble(recipe: Recipe, p: int, m: int, f: float, i: float, w: float) -> tuple[float, float]:
@@ -254,11 +261,11 @@ def _divided(devices: int, by: int, name: str) -> int:
     return devices // by
 
 
-def _tried(judged: Sequence[tuple[_Candidate, Split]], best: Split) -> tuple[tuple[str, float], ...]:
+def _tried(judged: Sequence[tuple[_Candidate, Split]], best: _Candidate) -> tuple[tuple[str, float], ...]:
     """The best of every other mesh and schedule, as said in the plan."""
     found: dict[str, float] = {}
     for candidate, split in judged:
-        if split.over > 0 or (split.schedule is best.schedule):
+        if split.over > 0 or candidate is best:
             continue
         name = (
             f"{candidate.replicas} x {candidate.stages}, {named(split.recipe)}, {candidate.microbatches} micro-batches"

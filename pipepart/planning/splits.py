@@ -25,8 +25,9 @@ _EFFORT = 300_000
 _MOST_SCORES = 150
 _SHORT = 4_000
 """Actions of a schedule that is simulated for all simple splits, too, at a quick look."""
-_SMALL = 60_000
-"""Ops times chunks for which a cut within memory is also searched where it is not needed."""
+_SMALL = 150_000
+"""Ops times chunks for which a cut within memory is searched at a quick look, too; a third of it with several
+chunks per stage, which share their memory."""
 _SIMPLE = ("even", "flops", "greedy", "parameters")
 
 
@@ -122,8 +123,9 @@ class Case:
         judged = {name: self.judge(recipe, schedule, np.asarray(split)) for name, split in starts.items()}
         first = judged[exact.method]
         # A cut that knows of the memory: where the free one does not fit, and where another might recompute less.
-        small = problem.ops * schedule.chunks <= _SMALL
-        if self.limited and (first.over > 0 or (moves and small and any(first.recompute))):
+        small = problem.ops * schedule.chunks <= (_SMALL if recipe.chunks == 1 else _SMALL // 3)
+        wanted = first.over > 0 and (moves or small)
+        if self.limited and (wanted or (moves and small and any(first.recompute))):
             roomy = self._roomy(problem, schedule)
             if roomy is not None:
                 name = f"{roomy.method}, within memory"
