@@ -215,6 +215,7 @@ def _asynchronous(shape: str, folder: str) -> None:
     _run(shape, folder, 2, None, None, **options)
 
 
+@pytest.mark.slow
 def test_asynchronous_saving(tmp_path) -> None:
     run_ranks(2, _asynchronous, "2x1", str(tmp_path))
     for path in (tmp_path / "epoch=0.ckpt", tmp_path / "epoch=1.ckpt"):
@@ -236,6 +237,7 @@ def _average(shape: str, folder: str, resume: str | None) -> tuple[Any, Any]:
     return content["pipepart_weight_ema"]["average"], content["state_dict"]
 
 
+@pytest.mark.slow
 def test_weight_ema_equals_one_device_and_resumes(tmp_path) -> None:
     got, state = _on("2x1", _average, str(tmp_path), None)
     wanted, _ = _average("1", str(tmp_path), None)

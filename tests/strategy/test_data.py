@@ -155,6 +155,7 @@ def _several_loaders(pipeline: bool, devices: int) -> dict[str, Any]:
     return run_fit(module, loaders, None, chosen, devices)
 
 
+@pytest.mark.slow
 def test_combined_loaders_and_nested_batches() -> None:
     expected = _several_loaders(False, 1)
     answers = run_ranks(2, _several_loaders, True, 2)

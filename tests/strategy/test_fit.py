@@ -12,6 +12,7 @@ from support.reference import assert_close, reference_step
 import pipepart
 from pipepart import PipelineStrategy
 
+SLOW = pytest.mark.slow
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -69,7 +70,15 @@ def _plain_loop(name: str, steps: int, clip: float | None, accumulate: int = 1):
     return module.state_dict(), losses
 
 
-@pytest.mark.parametrize(("name", "stages"), [("gpt", 2), ("gpt", 3), ("mlp", 4), ("unet", 2)])
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("gpt", 2),
+        pytest.param("gpt", 3, marks=SLOW),
+        pytest.param("mlp", 4, marks=SLOW),
+        pytest.param("unet", 2, marks=SLOW),
+    ],
+)
 def test_weights_after_training_equal_one_process(name: str, stages: int) -> None:
     options = {"max_steps": 8, "gradient_clip_val": 0.5}
     answers = run_ranks(stages, _pipeline, name, stages, stages, options)
@@ -120,6 +129,7 @@ def test_strategy_by_name() -> None:
     assert pipepart.PipelineStrategy.strategy_name == "pipepart"
 
 
+@pytest.mark.slow
 def test_replicas_equal_one_process_on_the_union_of_their_batches() -> None:
     """Two replicas see the same batches here (no sampler), so their mean is the gradient of one."""
     answers = run_ranks(4, _pipeline, "gpt", 2, 4, {"max_steps": 5})
@@ -141,6 +151,7 @@ def _checkpoint(stages: int, devices: int, folder: str, resume: str | None, step
     return trainer.strategy.lightning_module_state_dict()
 
 
+@pytest.mark.slow
 def test_checkpoint_is_plain_lightning_and_resumes_at_another_shape(tmp_path) -> None:
     run_ranks(2, _checkpoint, 2, 2, str(tmp_path), None, 3)
     path = tmp_path / "2-3.ckpt"

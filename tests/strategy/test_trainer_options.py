@@ -179,6 +179,7 @@ def _half(precision: str, pipeline: bool, devices: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("precision", "relative"), [("16-mixed", 1e-2), ("bf16-mixed", 3e-2), ("bf16-true", 6e-2)])
+@pytest.mark.slow
 def test_precision(precision: str, relative: float) -> None:
     answers = run_ranks(2, _half, precision, True, 2)
     expected = _half(precision, False, 1)
@@ -255,6 +256,7 @@ def _thaw(pipeline: bool, devices: int) -> dict[str, Any]:
     return run_fit(module, train, None, chosen, devices, callbacks=[Thaw()], max_epochs=3)
 
 
+@pytest.mark.slow
 def test_fine_tuning_callback() -> None:
     expected = _thaw(False, 1)
     answers = run_ranks(2, _thaw, True, 2)
@@ -304,6 +306,7 @@ def _norms(pipeline: bool, devices: int) -> list[dict[str, float]]:
     return norms.seen
 
 
+@pytest.mark.slow
 def test_grad_norm_in_a_hook_is_that_of_the_stage() -> None:
     total = "grad_2.0_norm_total"
     for expected, *parts in zip(_norms(False, 1), *run_ranks(2, _norms, True, 2)):
@@ -370,6 +373,7 @@ def _again() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_module_is_whole_again_for_the_next_trainer() -> None:
     answers = run_ranks(2, _again)
     assert answers[0] == answers[1]
