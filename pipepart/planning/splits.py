@@ -47,7 +47,7 @@ class Split:
     """That stage."""
     method: str = ""
     others: Mapping[str, float] = field(default_factory=dict)
-    """Simulated step times of the simple splits."""
+    """Simulated step times of the simple splits that fit."""
 
     @property
     def score(self) -> Score:
@@ -137,7 +137,7 @@ class Case:
         if moves and schedule.chunks > 1:
             found, moved = self._moved(found, schedule, problem, [judged[name] for name in allowed])
             method = f"{method}, moved by simulation" if moved else method
-        simple_steps = {name: split.step for name, split in judged.items() if name in _SIMPLE}
+        simple_steps = {name: split.step for name, split in judged.items() if name in _SIMPLE and split.over <= 0}
         return dataclasses.replace(found, method=method, others=simple_steps)
 
     def fits(self, recipe: Recipe) -> bool:
