@@ -15,6 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing pipepart and what it needs into $(VENV) (once)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps timm # it would pull torchvision
 	@touch $@
 
 env: $(STAMP) ## make the environment in .venv

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipepart.errors import PlanError
-from pipepart.schedule import ChunkCosts, Edges, Schedule, Timeline, make_schedule, simulate
+from pipepart.schedule import ChunkCosts, Edges, Schedule, Timeline, from_csv, make_schedule, simulate
 
 __all__ = ["VERSION", "ChunkPlan", "Plan", "StageMemory", "Traffic"]
 
@@ -111,6 +111,8 @@ class Plan:
     """The cluster that the plan was made for; empty: the devices that run it."""
     tried: tuple[tuple[str, float], ...] = ()
     """The best simulated step time of other shapes and schedules that were tried, by what they are."""
+    actions: str = ""
+    """The action lists of a schedule that has no name (it came from a file), in the CSV format of torch."""
     version: int = VERSION
 
     @property
@@ -181,6 +183,8 @@ class Plan:
         count = self.microbatches if microbatches is None else microbatches
         if forward:
             return make_schedule("forward", stages=self.stages, microbatches=count, placement=self.placement)
+        if self.actions:
+            return _first_microbatches(from_csv(self.actions, self.schedule), count)
         return make_schedule(
             self.schedule, stages=self.stages, microbatches=count, chunks=self.chunks_per_stage, slack=self.slack
         )
@@ -228,6 +232,16 @@ class Plan:
             return Plan(**{name: _thaw(name, value) for name, value in data.items()})
         except (TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"not a plan: {error}") from error
+
+
+def _first_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """A schedule without the micro-batches from `count` on: what is left keeps its order, so it stays valid."""
+    if count == schedule.microbatches:
+        return schedule
+    if count > schedule.microbatches:
+        raise PlanError(f"schedule {schedule.name!r} is for {schedule.microbatches} micro-batches, asked for {count}")
+    kept = tuple(tuple(action for action in actions if action.microbatch < count) for actions in schedule.actions)
+    return Schedule(schedule.name, schedule.stages, count, schedule.placement, kept)
 
 
 def _thaw(name: str, value: Any) -> Any:

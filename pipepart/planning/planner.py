@@ -15,7 +15,7 @@ from pipepart.planning.pricing import ParameterSizes, Pricing
 from pipepart.planning.request import Recipe, Request, auto_microbatches, check_request, recipes
 from pipepart.planning.shortage import nothing_fits
 from pipepart.planning.splits import Case, Split
-from pipepart.schedule import peak_activations
+from pipepart.schedule import peak_activations, to_csv
 
 __all__ = [
     "LOCAL_LINK",
@@ -104,6 +104,7 @@ def finish(
     slowest, least = case.slowest(split), least_slowest(case, split.recipe.chunks)
     gap = max(0.0, slowest / least - 1.0) if least > 0 else 0.0
     limit = min(pricing.layout.memory)
+    own = split.recipe.schedule.endswith(".csv")
     return Plan(
         graph_hash=pricing.graph.hash,
         ops=tuple(op.name for op in pricing.graph.ops),
@@ -112,7 +113,7 @@ def finish(
         replicas=request.replicas,
         microbatches=request.microbatches,
         microbatch_size=microbatch_size,
-        schedule=split.recipe.schedule,
+        schedule=split.schedule.name if own else split.recipe.schedule,
         slack=split.recipe.slack,
         chunks=pricing.chunk_plans(split.chunk_of, split.priced),
         traffic=pricing.traffic_plans(split.priced),
@@ -126,6 +127,7 @@ def finish(
         memory_limit=limit if math.isfinite(limit) else None,
         cluster=cluster,
         tried=tuple(tried),
+        actions=to_csv(split.schedule) if own else "",
     )
 
 

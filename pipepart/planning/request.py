@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipepart.errors import PlanError, ScheduleError, did_you_mean
 from pipepart.partition import Link
 from pipepart.planning.layout import LOCAL_LINK
-from pipepart.schedule import SCHEDULES
+from pipepart.schedule import SCHEDULES, read_csv
 
 __all__ = ["Recipe", "Request", "auto_microbatches", "check_request", "recipes"]
 
@@ -61,7 +61,9 @@ def check_request(
     schedule: str, microbatches: int | str = "auto", stages: int | str = "auto", recompute: bool | str = "auto"
 ) -> None:
     """Refuse what can be refused before anything is started."""
-    if schedule != "auto" and schedule not in TRAINING_SCHEDULES:
+    if schedule.endswith(".csv"):
+        read_csv(schedule)
+    elif schedule != "auto" and schedule not in TRAINING_SCHEDULES:
         if schedule in SCHEDULES:
             raise ScheduleError(
                 f"schedule {schedule!r} cannot train here; use one of: {', '.join(TRAINING_SCHEDULES)}, auto"
@@ -95,6 +97,9 @@ def recipes(request: Request) -> list[Recipe]:
 
 
 def _recipes(request: Request) -> Iterator[Recipe]:
+    if request.schedule.endswith(".csv"):
+        yield Recipe(request.schedule, read_csv(request.schedule).chunks // request.stages, 0)
+        return
     auto = request.schedule == "auto"
     if auto and request.stages == 1 and request.chunks == "auto":
         yield Recipe("1f1b", 1, 0 if request.slack == "auto" else int(request.slack))

@@ -17,8 +17,10 @@ from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.planning import Plan, Request, auto_microbatches, make_plan
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.launch import processes_on_this_host
 from pipepart.runtime.mesh import Groups, Mesh
 from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
+from pipepart.schedule import read_csv
 
 __all__ = ["Options", "agree_on_plan", "example_microbatch"]
 
@@ -52,6 +54,8 @@ def example_microbatch(example: Any, options: Options, mesh: Mesh) -> tuple[Any,
     batch_size = batch_size_of(leaves)
     if options.plan is not None:
         count = options.plan.microbatches
+    elif options.microbatches == "auto" and options.schedule.endswith(".csv"):
+        count = read_csv(options.schedule).microbatches
     elif options.microbatches == "auto":
         count = auto_microbatches(mesh.stages, batch_size)
     else:
@@ -72,14 +76,16 @@ def agree_on_plan(
 ) -> tuple[Plan, OpGraph, OpCosts | None]:
     """The plan, the same on every rank. Rank 0 makes it (or takes the given one); the others check that it fits.
 
-    Also the graph, and the costs that were measured for the plan (rank 0, unless the plan was given).
+    Also the graph, and the costs that were measured here, unless the plan was given.
     """
     graph = op_graph(recording)
     costs: OpCosts | None = None
     with guarded(groups):
         plan = options.plan
-        if plan is None and (groups is None or groups.rank == 0):
-            costs = profiled(recording, leaves, context, variant)
+        if plan is None:
+            # All ranks measure at the same time, so that what they take from each other when they run is in the costs.
+            costs = profiled(recording, leaves, context, f"{variant} x{processes_on_this_host()}")
+        if costs is not None and (groups is None or groups.rank == 0):
             plan = _make(recording, graph, costs, leaves, options, mesh, microbatches)
         if groups is not None:
             box = [plan.to_json() if plan is not None else None]

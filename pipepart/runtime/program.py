@@ -20,7 +20,7 @@ from pipepart.runtime.messages import Routes
 from pipepart.runtime.microbatch import MicrobatchSizes, batch_size_of, merge_outputs, microbatch_sizes, slice_leaves
 from pipepart.runtime.replicas import ReplicaMean
 from pipepart.runtime.transport import Transport
-from pipepart.schedule import SCHEDULES, Schedule
+from pipepart.schedule import Schedule
 
 __all__ = ["Program", "StepResult"]
 
@@ -53,7 +53,7 @@ class Program:
         self._transport = transport
         routes = Routes.of(chunks, plan.placement)
         again = [index for index, on in enumerate(plan.recompute) if on]
-        splits = SCHEDULES[plan.schedule].splits_backward
+        splits = plan.make_schedule().splits_backward
         self.executor = Executor(chunks, routes, self._stage, transport, device, recording.loss_index, splits, again)
         self._forms: dict[Any, int] = {}
         self._schedules: dict[tuple[int, bool], Schedule] = {}

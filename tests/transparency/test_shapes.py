@@ -97,3 +97,29 @@ def test_recomputation_draws_the_same_random_numbers() -> None:
     for kept, again in run_ranks(2, _dropping, 2):
         for key, gradient in kept.items():
             assert torch.equal(gradient, again[key]), key
+
+
+def _from_file(path: str) -> list[str]:
+    from pipepart import Pipeline
+
+    model = build("gpt")
+    pipe = Pipeline(model, model.batch(8), stages=2, schedule=path)
+    plain = build("gpt")
+    for size, sizes in ((8, [2, 2, 2, 2]), (3, [1, 1, 1])):  # the second: fewer samples than the file has micro-batches
+        torch.manual_seed(size)
+        batch = model.batch(size)
+        plain.zero_grad()
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        assert_close("loss", pipe.step(*batch), reference_step(plain, batch, sizes))
+        expected = dict(plain.named_parameters())
+        for key, parameter in pipe.named_parameters():
+            assert_close(key, parameter.grad, expected[key].grad, 2e-6)
+    return [str(action) for action in pipe.plan.make_schedule().actions[0]]
+
+
+def test_a_schedule_written_by_hand_in_a_file(tmp_path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0F2,0B0,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1F2,1B1,1B2,1F3,1B3\n")
+    found = run_ranks(2, _from_file, str(path))[0]
+    assert found == ["F0.0", "F0.1", "F0.2", "B0.0", "B0.1", "F0.3", "B0.2", "B0.3"]
