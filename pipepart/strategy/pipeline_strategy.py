@@ -188,7 +188,16 @@ class PipelineStrategy(CheckpointStrategy):
             part.training = mode
         options = self._options
         self._runtime = StageRuntime(
-            module, plan, graph, recording, self._groups, self.root_device, options.timeout, step, options.transport, costs
+            module,
+            plan,
+            graph,
+            recording,
+            self._groups,
+            self.root_device,
+            options.timeout,
+            step,
+            options.transport,
+            costs,
         )
         self._variants = {step: Variants(step, [step], 1)}
         self._undo_metrics = connect_metrics(module, self._runtime)
