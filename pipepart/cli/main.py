@@ -162,10 +162,15 @@ def _view(words: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
+    if words[:1] == ["schedules"]:
+        from pipepart.cli.bench_schedules import bench_schedules
+
+        return bench_schedules(words[1:])
     parser = _configured(
         "bench",
         "  pipepart bench recipe=gpt\n"
-        "  pipepart bench recipe=unet devices=4 --steps 40\n\n"
+        "  pipepart bench recipe=unet devices=4 --steps 40\n"
+        "  pipepart bench schedules [--stages 4 8] [--gantt zb_v]   (simulated: bubble and memory of all schedules)\n\n"
         "Trains for a few steps as one process, as replicas only, and as pipelines with each schedule.",
     )
     parser.add_argument("--steps", type=int, default=20, help="steps of each run (default 20)")
