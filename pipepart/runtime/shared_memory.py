@@ -17,6 +17,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,8 @@ class _Peer:
         if size != data.numel():
             raise RuntimeError(f"expected {data.numel()} bytes from {self._who}, got {size}")
         data.copy_(self._theirs[number].bytes[:size])
-        self._notify(_FREE, number, 0)
+        with suppress(ConnectionError):  # a peer that has ended after its last message needs nothing back
+            self._notify(_FREE, number, 0)
 
     def _take(self, size: int) -> int:
         """A free segment that is large enough (the smallest), or a new one as a negative number."""
@@ -124,8 +126,12 @@ class _Peer:
                     return
                 self._await(write=False, deadline=deadline)
                 continue
+            except ConnectionResetError:  # it ended with notices of ours unread; what it sent before is still to come
+                continue
             if not data:
-                raise ConnectionResetError(f"{self._who} is gone: Connection closed by peer")
+                if block:
+                    raise ConnectionResetError(f"{self._who} is gone: Connection closed by peer")
+                return  # it has ended, but all that was waited for is here
             kind, number, size = _NOTICE.unpack(data)
             if kind == _FREE:
                 self._free.append(number)

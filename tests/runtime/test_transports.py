@@ -98,6 +98,38 @@ def test_a_peer_that_is_gone_is_noticed_at_once() -> None:
     assert "stage 1 (rank 1) is gone: Connection closed by peer True" in run_ranks(2, _closing_peer)[0]
 
 
+def _ends_after_its_last_message(unread: bool) -> tuple[list[float], str]:
+    groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
+    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 30.0)
+    found, text = [], ""
+    if groups.stage == 1 and unread:
+        transport.send(torch.zeros(5), 0)  # stage 0 ends without having read this
+    dist.barrier()
+    if groups.stage == 0:
+        for index in range(3):
+            transport.send(torch.full((4,), float(index)), 1)
+        transport.close()
+    dist.barrier()
+    if groups.stage == 1:
+        for _ in range(3):
+            buffer = torch.empty(4)
+            transport.recv(buffer, 0).wait()
+            found.append(float(buffer[0]))
+        try:
+            transport.recv(torch.empty(4), 0).wait()
+        except ConnectionError as error:
+            text = str(error)
+    return found, text
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_what_a_rank_sent_before_it_ended_arrives(unread: bool) -> None:
+    """The first rank to finish a job closes its end while others still read its last results."""
+    found, text = run_ranks(2, _ends_after_its_last_message, unread)[1]
+    assert found == [0.0, 1.0, 2.0]
+    assert "stage 0 (rank 0) is gone" in text
+
+
 def _descriptors() -> tuple[int, int]:
     groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
     transport = choose_transport("shared_memory", groups, torch.device("cpu"), 30.0)
