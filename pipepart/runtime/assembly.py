@@ -13,6 +13,8 @@ import torch.utils._pytree as pytree
 
 from pipepart.capture import Recording
 from pipepart.cost import OpCosts, profiled
+from pipepart.cost.analytic import analytic
+from pipepart.cost.cluster import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.planning import Plan, Request, auto_microbatches, make_plan
@@ -46,6 +48,8 @@ class Options:
     """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
     memory_limit: float | None = None
     """Bytes that one device may use."""
+    batch_norm: str = "microbatch"
+    """When running statistics change: with every ``microbatch``, or once per ``batch``."""
 
 
 def example_microbatch(example: Any, options: Options, mesh: Mesh) -> tuple[Any, int]:
@@ -82,7 +86,9 @@ def agree_on_plan(
     costs: OpCosts | None = None
     with guarded(groups):
         plan = options.plan
-        if plan is None:
+        if plan is None and any(parameter.is_meta for parameter in recording.root.parameters()):
+            costs = _computed(graph, groups)
+        elif plan is None:
             # All ranks measure at the same time, so that what they take from each other when they run is in the costs.
             costs = profiled(recording, leaves, context, f"{variant} x{processes_on_this_host()}")
         if costs is not None and (groups is None or groups.rank == 0):
@@ -94,6 +100,14 @@ def agree_on_plan(
         assert plan is not None
         _check_fits(plan, graph, mesh)
     return plan, graph, costs
+
+
+def _computed(graph: OpGraph, groups: Groups | None) -> OpCosts | None:
+    """Costs of a model without memory (on the meta device), which cannot be run: from FLOPs and bytes, on rank 0."""
+    if groups is not None and groups.rank != 0:
+        return None
+    (kind,) = this_machine().kinds.values()
+    return analytic(graph, kind)
 
 
 def _make(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
+from typing import Any
 
 import torch
 
-__all__ = ["backend_for", "limit_threads", "local_device", "synchronize"]
+__all__ = ["Stopwatch", "backend_for", "limit_threads", "local_device", "synchronize"]
 
 
 def backend_for(device: torch.device) -> str:
@@ -37,3 +39,32 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read afterwards tells the time of the work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Times of work on a device by the clock of its process, without waiting for the device in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._origin: Any = None
+        if device.type == "cuda":
+            synchronize(device)
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record()
+            synchronize(device)
+        self._began = time.perf_counter()
+
+    def mark(self) -> Any:
+        """This moment in the order of the device's work."""
+        if self._origin is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        """When the device came to the mark, as `time.perf_counter` would have said."""
+        if self._origin is None:
+            return float(mark)
+        mark.synchronize()
+        return float(self._began + self._origin.elapsed_time(mark) / 1000)

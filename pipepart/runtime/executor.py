@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from pipepart.runtime.mailbox import Announced, Inbox, Outbox
 from pipepart.runtime.messages import Routes, TensorSpec
 from pipepart.runtime.recompute import RandomState, again
 from pipepart.runtime.replicas import ReplicaMean
+from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
-from pipepart.schedule import Action, Event, Message, Schedule, channels
+from pipepart.schedule import Action, Message, Schedule, channels
 
 __all__ = ["Executor", "StepInput"]
 
@@ -75,8 +75,6 @@ class Executor:
             for chunk in self._chunks.values():
                 defer_weights(chunk.module)
         self._channels: dict[int, tuple[Schedule, Mapping[tuple[int, int], tuple[Message, ...]]]] = {}
-        self.tracing = False
-        self.events: list[Event] = []
 
     def run(
         self,
@@ -85,10 +83,10 @@ class Executor:
         loss_scale: float = 1.0,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         mean: ReplicaMean | None = None,
+        trace: Trace | None = None,
     ) -> list[tuple[Any, ...]] | None:
         """Execute one step. Returns the flat outputs of every micro-batch on the stage with the last chunk."""
-        work = _Step(self, schedule, step, loss_scale, context)
-        self.events = []
+        work = _Step(self, schedule, step, loss_scale, context, trace)
         actions = schedule.actions[self._stage]
         last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if mean is not None else {}
         for action in actions:
@@ -119,7 +117,9 @@ class _Step:
         step: StepInput,
         loss_scale: float,
         context: Callable[[], AbstractContextManager[Any]],
+        trace: Trace | None,
     ) -> None:
+        self._traced = trace
         self._x, self._step, self._loss_scale, self._context = executor, step, loss_scale, context
         self._train = not schedule.forward_only
         self._routes = executor._routes
@@ -153,7 +153,7 @@ class _Step:
     def _forward(self, action: Action) -> None:
         chunk = self._x._chunks[action.chunk]
         values = self._imports(chunk, action.microbatch)
-        started = time.perf_counter()
+        started = self._now()
         stash = _Stash()
         arguments = []
         for edge in chunk.imports:
@@ -202,7 +202,7 @@ class _Step:
             if self._routes.local(pair):
                 got = self._local_values.pop((*pair, microbatch))
             else:
-                got = self._inbox.take(Message("F", *pair, microbatch))
+                got = self._take(Message("F", *pair, microbatch))
             values.update(zip((edge.name for edge in self._routes.forward[pair]), got))
         return values
 
@@ -215,14 +215,16 @@ class _Step:
                 detached = [v.detach() if isinstance(v, torch.Tensor) else v for v in content]
                 self._local_values[key] = detached
             else:
-                self._outbox.send_values(Message("F", *pair, microbatch), edges, content)
+                message, started = Message("F", *pair, microbatch), self._now()
+                self._outbox.send_values(message, edges, content)
+                self._trace(message.send, started)
 
     # ---- backward
 
     def _backward(self, action: Action) -> None:
         chunk, microbatch = self._x._chunks[action.chunk], action.microbatch
         gradients = self._gradients(chunk, microbatch)
-        started = time.perf_counter()
+        started = self._now()
         stash = self._stash.pop((chunk.index, microbatch))
         if stash.rerun is not None:
             self._run_again(chunk, stash)
@@ -249,7 +251,7 @@ class _Step:
     def _weights(self, action: Action) -> None:
         """The weight gradients that `I` has left."""
         work = self._weight_work.pop((action.chunk, action.microbatch))
-        started = time.perf_counter()
+        started = self._now()
         for piece in work:
             piece()
         self._trace(action, started)
@@ -268,7 +270,7 @@ class _Step:
             if self._routes.local(pair):
                 got = self._local_gradients.pop((*pair, microbatch))
             else:
-                got = self._inbox.take(Message("B", pair[1], pair[0], microbatch))
+                got = self._take(Message("B", pair[1], pair[0], microbatch))
             for edge, gradient in zip(edges, got):
                 gradients[edge.name] = gradients[edge.name] + gradient if edge.name in gradients else gradient
         return gradients
@@ -282,7 +284,9 @@ class _Step:
             key = (*pair, microbatch)
             self._local_gradients[key] = content
         else:
-            self._outbox.send_gradients(Message("B", pair[1], pair[0], microbatch), content)
+            message, started = Message("B", pair[1], pair[0], microbatch), self._now()
+            self._outbox.send_gradients(message, content)
+            self._trace(message.send, started)
 
     def _gradient_specs(self, message: Message) -> tuple[TensorSpec, ...] | None:
         """The form of an expected gradient message: that of the tensors that went out. None before their forward ran."""
@@ -291,6 +295,15 @@ class _Step:
             return None
         return tuple(stash.specs[edge.name] for edge in self._routes.gradients((message.target, message.source)))
 
-    def _trace(self, action: Action, started: float) -> None:
-        if self._x.tracing:
-            self._x.events.append(Event(self._x._stage, action, started, time.perf_counter()))
+    def _take(self, message: Message) -> list[Any]:
+        started = self._now()
+        values = self._inbox.take(message)
+        self._trace(message.recv, started)
+        return values
+
+    def _now(self) -> Any:
+        return self._traced.now() if self._traced is not None else None
+
+    def _trace(self, action: Action, started: Any) -> None:
+        if self._traced is not None:
+            self._traced.add(action, started)

@@ -12,6 +12,8 @@ from torch import nn
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.ownership import Ownership
 from pipepart.runtime.replicas import ReplicaMean
+from pipepart.runtime.tracing import Trace
+from pipepart.schedule import Action
 
 __all__ = ["GradientSync", "clip_grad_norm"]
 
@@ -25,6 +27,7 @@ class GradientSync:
         """`uses`: the chunks of this stage that use each parameter."""
         self.mean: ReplicaMean | None = None
         self._tied: dict[str, dist.ProcessGroup] = {}
+        self._first_chunk = min((chunk for chunks in uses.values() for chunk in chunks), default=0)
         if groups is None:
             return
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -47,8 +50,11 @@ class GradientSync:
         if self.mean is not None:
             self.mean.begin(parameters)
 
-    def reduce(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def reduce(self, parameters: Mapping[str, nn.Parameter], trace: Trace | None = None) -> None:
         """Make the fresh gradients in `.grad` final: sum over ties, then mean over replicas."""
+        if not self._tied and self.mean is None:
+            return
+        started = trace.now() if trace is not None else None
         for name, group in self._tied.items():
             parameter = parameters[name]
             if parameter.requires_grad:
@@ -57,6 +63,8 @@ class GradientSync:
                 dist.all_reduce(parameter.grad, group=group)
         if self.mean is not None:
             self.mean.finish()
+        if trace is not None:
+            trace.add(Action("REDUCE", self._first_chunk, 0), started)
 
 
 def clip_grad_norm(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.errors import PlanError
 
@@ -110,6 +113,15 @@ class Groups:
             _own(rank, [mesh.copies(stage) for stage in range(mesh.stages)], timeout) if mesh.replicas > 1 else None
         )
         return Groups(mesh, rank, mine["pipeline"], mine["down"], mine["up"], copies)
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The same table as a `DeviceMesh` with the dimensions "replica" (if there are several) and "stage"."""
+        kind = "cuda" if dist.get_backend(self.pipeline) == "nccl" else "cpu"
+        table = torch.arange(self.mesh.world_size).view(self.mesh.replicas, self.mesh.stages)
+        if self.copies is None:
+            return DeviceMesh.from_group(self.pipeline, kind, table[0], mesh_dim_names=("stage",))
+        return DeviceMesh.from_group([self.copies, self.pipeline], kind, table, mesh_dim_names=("replica", "stage"))
 
     @property
     def stage(self) -> int:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.capture import Recording, record
 from pipepart.errors import PlanError
 from pipepart.planning import Plan, check_request
 from pipepart.runtime.assembly import Options, agree_on_plan, example_microbatch
+from pipepart.runtime.batch_norm import check_batch_norm
 from pipepart.runtime.device import limit_threads
 from pipepart.runtime.launch import join_job, processes_on_this_host, world_size
 from pipepart.runtime.mesh import Groups, fit_mesh
@@ -61,7 +63,9 @@ class Pipeline:
         transport: str = "auto",
         recompute: bool | str = "auto",
         memory_limit: float | None = None,
+        batch_norm: str = "microbatch",
     ) -> None:
+        check_batch_norm(batch_norm)
         check_request(schedule, microbatches, stages, recompute)
         check_transport(transport)
         options = Options(
@@ -78,6 +82,7 @@ class Pipeline:
             transport=transport,
             recompute=recompute,
             memory_limit=memory_limit,
+            batch_norm=batch_norm,
         )
         self._device = join_job(timedelta(seconds=timeout))
         mesh = fit_mesh(world_size(), options.stages, options.replicas)
@@ -93,7 +98,7 @@ class Pipeline:
         evaluation = record(module_or_step, *example)
         root.train(was_training)
         self._runtime = StageRuntime(
-            root, agreed, graph, training, groups, self._device, timeout, "step", transport, costs
+            root, agreed, graph, training, groups, self._device, timeout, "step", transport, costs, batch_norm
         )
         self._runtime.add("evaluate", evaluation)
         self._trace = False
@@ -111,6 +116,11 @@ class Pipeline:
     @property
     def stage(self) -> int:
         return self._runtime.stage
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """Replicas x stages as a `torch.distributed` mesh; None in a job of one process."""
+        return self._runtime.groups.device_mesh if self._runtime.groups is not None else None
 
     # ---- running
 

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from pipepart.capture import Chunk, Recording
 from pipepart.errors import PipelineError
 from pipepart.planning import Plan
+from pipepart.runtime.batch_norm import BatchStatistics
 from pipepart.runtime.executor import Executor, StepInput
 from pipepart.runtime.header import share
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.messages import Routes
 from pipepart.runtime.microbatch import MicrobatchSizes, batch_size_of, merge_outputs, microbatch_sizes, slice_leaves
 from pipepart.runtime.replicas import ReplicaMean
+from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
 from pipepart.schedule import Schedule
 
@@ -46,6 +48,7 @@ class Program:
         groups: Groups | None,
         transport: Transport | None,
         device: torch.device,
+        batch_norm: str = "microbatch",
     ) -> None:
         self.recording, self.chunks, self._plan, self._groups, self._device = recording, chunks, plan, groups, device
         self._stage = groups.stage if groups is not None else 0
@@ -55,6 +58,8 @@ class Program:
         again = [index for index, on in enumerate(plan.recompute) if on]
         splits = plan.make_schedule().splits_backward
         self.executor = Executor(chunks, routes, self._stage, transport, device, recording.loss_index, splits, again)
+        own = [chunk for chunk in chunks if plan.placement[chunk.index] == self._stage]
+        self._statistics = BatchStatistics(own) if batch_norm == "batch" else None
         self._forms: dict[Any, int] = {}
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
@@ -68,6 +73,7 @@ class Program:
         separate: Collection[int] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         mean: ReplicaMean | None = None,
+        trace: Trace | None = None,
     ) -> StepResult:
         """Run all micro-batches. `leaves` are needed on the first stage only; what others pass is not looked at.
 
@@ -80,7 +86,8 @@ class Program:
             )
         step, sizes = self._prepare(leaves)
         schedule = self.schedule(len(sizes), forward=not train)
-        outputs = self.executor.run(schedule, step, loss_scale, context, mean)
+        with self._statistics.one_update() if train and self._statistics is not None else nullcontext():
+            outputs = self.executor.run(schedule, step, loss_scale, context, mean, trace)
         merged = None
         if outputs is not None:
             kept = [tuple(None if i in separate else value for i, value in enumerate(part)) for part in outputs]

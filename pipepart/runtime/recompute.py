@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["RandomState", "again"]
+__all__ = ["RandomState", "again", "running_again"]
+
+_active = False
 
 
 class RandomState:
@@ -28,14 +30,21 @@ class RandomState:
 @contextmanager
 def again(chunk: nn.Module, first: RandomState, device: torch.device) -> Iterator[None]:
     """The same random numbers as at the first run; buffers (running statistics) do not count it twice."""
+    global _active
     now = RandomState(device)
     buffers = [(buffer, buffer.detach().clone()) for buffer in chunk.buffers()]
     first.restore()
+    _active = True
     try:
         yield
     finally:
+        _active = False
         now.restore()
         for buffer, before in buffers:
-            buffer.data.copy_(
-                before
-            )  # by .data: the backward that follows must not take this for a change of its values
+            # By .data: the backward that follows must not take this for a change of its values.
+            buffer.data.copy_(before)
+
+
+def running_again() -> bool:
+    """Whether the forward that runs now has run before for the same micro-batch."""
+    return _active

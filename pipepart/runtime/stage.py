@@ -21,8 +21,9 @@ from pipepart.runtime.header import share
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.ownership import Ownership, drop_foreign_parameters, place_parameters
 from pipepart.runtime.program import Program, StepResult
-from pipepart.runtime.transport import Transport, choose_transport
-from pipepart.schedule import Event, Timeline
+from pipepart.runtime.tracing import Trace, clock_offset, gather_timeline
+from pipepart.runtime.transport import GroupTransport, Transport, choose_transport
+from pipepart.schedule import Timeline
 
 __all__ = ["StageRuntime"]
 
@@ -42,12 +43,14 @@ class StageRuntime:
         name: str,
         transport: str = "auto",
         costs: OpCosts | None = None,
+        batch_norm: str = "microbatch",
     ) -> None:
         """`planned` is the recorded step that the plan was made for, under the name that it will be run by."""
         self.root, self.plan, self.groups, self.device = root, plan, groups, device
         self.graph, self.costs = graph, costs
         chunks = split(planned, dict(zip(plan.ops, plan.chunk_of)), len(plan.placement))
         self.ownership = Ownership.of(root, chunks, plan.placement)
+        self.held_buffers = _held_buffers(chunks, self.ownership, plan.placement, self.stage)
         self._transport: Transport | None = None
         with guarded(groups):
             if groups is not None and plan.stages > 1:
@@ -55,11 +58,13 @@ class StageRuntime:
             uses = _uses(chunks, plan.placement, self.stage)
             self._sync = GradientSync(self.ownership, groups, timedelta(seconds=timeout), uses)
         self._name = name
-        self._programs = {name: Program(planned, chunks, plan, groups, self._transport, device)}
+        self._batch_norm = batch_norm
+        self._programs = {name: self._program(planned, chunks)}
         self._fresh: dict[str, torch.Tensor] = {}
         self._local: dict[str, torch.Tensor] = {}
         """Gradients of steps that were not reduced."""
         self.timeline: Timeline | None = None
+        self._clock_offset: float | None = None
         self._hollow: dict[str, nn.Parameter] = {}
         """What stands in the place of the parameters of other stages; optimizers hold on to these objects."""
         if groups is not None:
@@ -86,7 +91,10 @@ class StageRuntime:
         graph = op_graph(recording)
         chunk_of = transfer(self.graph, self.plan.chunk_of, graph, len(self.plan.placement))
         chunks = split(recording, chunk_of, len(self.plan.placement))
-        self._programs[name] = Program(recording, chunks, self.plan, self.groups, self._transport, self.device)
+        self._programs[name] = self._program(recording, chunks)
+
+    def _program(self, recording: Recording, chunks: Sequence[Chunk]) -> Program:
+        return Program(recording, chunks, self.plan, self.groups, self._transport, self.device, self._batch_norm)
 
     def has(self, name: str) -> bool:
         return name in self._programs
@@ -119,7 +127,7 @@ class StageRuntime:
         program = self._programs[name or self._name]
         try:
             with guarded(self.groups):
-                program.executor.tracing = trace
+                marks = Trace(self.stage, self.device) if trace else None
                 result = program.run(
                     leaves,
                     train=True,
@@ -128,11 +136,12 @@ class StageRuntime:
                     separate=separate,
                     context=context,
                     mean=self._sync.mean if reduce else None,
+                    trace=marks,
                 )
                 if reduce:
-                    self._sync.reduce(parameters)
-                if trace:
-                    self.timeline = self._gather_timeline(program.executor.events)
+                    self._sync.reduce(parameters, marks)
+                if marks is not None:
+                    self.timeline = gather_timeline(marks, self.plan.stages, self.groups, self._offset())
             made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             self._fresh, self._local = (made, {}) if reduce else ({}, made)
         finally:
@@ -177,13 +186,12 @@ class StageRuntime:
         with guarded(self.groups):
             return share(value, self.groups, self._transport, stage, self.device)
 
-    def _gather_timeline(self, events: list[Event]) -> Timeline:
-        """All stages' events of the step on one clock. Processes of one host share the monotonic clock."""
-        if self.groups is None or self.plan.stages == 1:
-            return Timeline.from_events(self.plan.stages, events)
-        parts: list[Any] = [None] * self.plan.stages
-        dist.all_gather_object(parts, events, group=self.groups.pipeline)
-        return Timeline.from_events(self.plan.stages, [event for part in parts for event in part])
+    def _offset(self) -> float:
+        """From this process's clock to that of stage 0; processes of one host share the monotonic clock."""
+        if self._clock_offset is None:
+            far = self.groups is not None and isinstance(self._transport, GroupTransport)
+            self._clock_offset = clock_offset(self.groups) if far and self.groups is not None else 0.0
+        return self._clock_offset
 
     # ---- parameters
 
@@ -243,10 +251,13 @@ class StageRuntime:
 
     def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """Take this stage's part of a state dict of the whole model."""
-        hollow = {name for name, p in self.root.named_parameters(remove_duplicate=False) if p.is_meta}
+        tensors = (
+            *self.root.named_parameters(remove_duplicate=False), *self.root.named_buffers(remove_duplicate=False),
+        )  # fmt: skip
+        hollow = {name for name, tensor in tensors if tensor.is_meta}
         result = self.root.load_state_dict({n: v for n, v in state.items() if n not in hollow}, strict=False)
         missing = [name for name in result.missing_keys if name not in hollow]
-        missing += [name for name in hollow if name not in state]
+        missing += [name for name in self.root.state_dict() if name in hollow and name not in state]
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(
                 f"the state dict does not fit {type(self.root).__name__}: missing {sorted(missing)}, "
@@ -275,6 +286,28 @@ class StageRuntime:
             for name, parameter in self.root.named_parameters():
                 home = self.groups.rank_of_stage(self.ownership.parameters[name][0])
                 dist.broadcast(parameter.data, home, group=self.groups.pipeline)
+            self._make_buffers_whole(self.groups)
+
+    def _make_buffers_whole(self, groups: Groups) -> None:
+        """Buffers of a model that was built on the meta device: each stage has those that it uses."""
+        lacking = {name for name, buffer in self.root.named_buffers() if buffer.is_meta}
+        everywhere: list[set[str]] = [set()] * groups.mesh.stages
+        dist.all_gather_object(everywhere, lacking, group=groups.pipeline)
+        wanted = set().union(*everywhere)
+        for name, buffer in list(self.root.named_buffers()):
+            if name in wanted:
+                real = torch.empty_like(buffer, device=self.device) if buffer.is_meta else buffer
+                dist.broadcast(real, groups.rank_of_stage(self.ownership.buffers[name]), group=groups.pipeline)
+                path, _, key = name.rpartition(".")
+                self.root.get_submodule(path)._buffers[key] = real
+
+
+def _held_buffers(
+    chunks: Sequence[Chunk], ownership: Ownership, placement: Sequence[int], stage: int
+) -> frozenset[str]:
+    """The buffers that the chunks of a stage use, and those whose true value is there."""
+    used = {name for chunk in chunks if placement[chunk.index] == stage for name in chunk.buffers}
+    return frozenset(used | {name for name, home in ownership.buffers.items() if home == stage})
 
 
 def _uses(chunks: Sequence[Chunk], placement: Sequence[int], stage: int) -> dict[str, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from pipepart.capture import Recording, record_step
 from pipepart.errors import CaptureError
 from pipepart.planning import Plan, check_request
 from pipepart.runtime import Options, StageRuntime, agree_on_plan, example_microbatch
+from pipepart.runtime.batch_norm import check_batch_norm
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
 from pipepart.runtime.transport import check_transport
@@ -30,10 +32,11 @@ from pipepart.strategy.console import measured_against_predicted, tell
 from pipepart.strategy.effects import Effects, watched
 from pipepart.strategy.example import first_batch, open_loader, reopen
 from pipepart.strategy.finetuning import connect_finetuning
+from pipepart.strategy.materialise import check_can_be_filled, empty_names, fill, refuse_unfilled
 from pipepart.strategy.mesh_strategy import same_weights_everywhere
 from pipepart.strategy.metrics import connect_metrics
 from pipepart.strategy.recordings import Variants
-from pipepart.strategy.refusals import check_materialised, check_module, check_optimizers, check_trainer
+from pipepart.strategy.refusals import check_module, check_optimizers, check_trainer
 from pipepart.strategy.replay import replay
 from pipepart.strategy.scaler import connect_scaler, loss_scale_of
 from pipepart.strategy.signals import Signals
@@ -69,6 +72,7 @@ class PipelineStrategy(CheckpointStrategy):
     The whole `training_step` is recorded on the first batch, cut into stages by measured cost, and run on micro-batches.
     `plan` takes a plan that was saved. `example_batch` is for data that can be read only once. With `sharded=True` each
     stage writes its own part of a checkpoint; by default it is one plain file that Lightning loads without pipepart.
+    A module that is built on the meta device is never whole anywhere: each rank fills what it holds.
     """
 
     strategy_name: ClassVar[str] = "pipepart"
@@ -90,6 +94,7 @@ class PipelineStrategy(CheckpointStrategy):
         recompute: bool | str = "auto",
         memory_limit: float | None = None,
         transport: str = "auto",
+        batch_norm: str = "microbatch",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -98,10 +103,12 @@ class PipelineStrategy(CheckpointStrategy):
     ) -> None:
         check_request(schedule, microbatches, stages, recompute)
         check_transport(transport)
+        check_batch_norm(batch_norm)
         loaded = Plan.load(plan) if isinstance(plan, str) else plan
         options = Options(
             loaded.stages if loaded else stages, loaded.replicas if loaded else replicas, microbatches, schedule, chunks,
             slack, keep_together, split_at, loaded, timeout, transport, recompute, memory_limit,
+            batch_norm,
         )  # fmt: skip
         super().__init__(options, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.sharded = sharded
@@ -109,6 +116,8 @@ class PipelineStrategy(CheckpointStrategy):
         self._effects: dict[str, Effects] = {}
         self._variants: dict[str, Variants] = {}
         self._trainable: tuple[bool, ...] = ()
+        self._empty = False
+        """The model was built on the meta device, and no rank has ever had all of it."""
         self._signals: Signals | None = None
         self._opened = False
         self._undo_metrics: Callable[[], None] = lambda: None
@@ -137,7 +146,7 @@ class PipelineStrategy(CheckpointStrategy):
         connect_finetuning(trainer)
         self._release_other_model(module, fitting)
         if self._runtime is None:
-            check_materialised(module)
+            check_can_be_filled(module)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             with isolate_rng():  # random numbers that planning draws do not count
@@ -172,6 +181,7 @@ class PipelineStrategy(CheckpointStrategy):
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
         """Record the step on the first batch, agree on a plan, keep this rank's stage."""
         with guarded(self._groups):
+            self._empty = bool(empty_names(module))
             same_weights_everywhere(module, self._groups)
             example = self._shared_example(trainer)
         microbatch, count = example_microbatch(example, self._options, self.mesh)
@@ -198,13 +208,30 @@ class PipelineStrategy(CheckpointStrategy):
             step,
             options.transport,
             costs,
+            options.batch_norm,
         )
+        if self._empty:
+            self._fill(trainer, module)
         self._variants = {step: Variants(step, [step], 1)}
         self._undo_metrics = connect_metrics(module, self._runtime)
         if self._groups is not None:
             module.__dict__[_CUT] = _Cut(self._runtime)
         nodes = f"\n{self.describe_nodes()}" if self.num_nodes > 1 else ""
         tell(f"pipepart: {type(module).__name__}.{step}\n{plan.describe()}{nodes}\n")
+
+    def _fill(self, trainer: Trainer, module: LightningModule) -> None:
+        """Memory and values for the parameters and buffers of this stage, after the model was planned without any."""
+        held = {*self.runtime.named_parameters(), *self.runtime.held_buffers}
+        unfilled = fill(module, held, self.broadcast(torch.initial_seed()), self.root_device)
+        if trainer.ckpt_path is not None:  # what a checkpoint has is not needed from elsewhere
+            saved = module.state_dict()
+            unfilled = [name for name in unfilled if name not in saved]
+        lists: list[Any] = [unfilled]
+        if self._groups is not None:
+            lists = [None] * self.mesh.world_size
+            with guarded(self._groups):
+                dist.all_gather_object(lists, unfilled)
+        refuse_unfilled(module, {name for names in lists for name in names})
 
     def _shared_example(self, trainer: Trainer) -> Any:
         """The example of rank 0 for all: ranks must record the same."""
@@ -311,7 +338,7 @@ class PipelineStrategy(CheckpointStrategy):
         leaves, tree = pytree.tree_flatten(batch)
         total = batch_size_of(leaves)
         parts = slice_leaves(leaves, microbatch_sizes(total, min(total, self.plan.microbatches)))
-        with self.runtime.gathered():
+        with nullcontext() if self._empty else self.runtime.gathered():  # what is empty is recorded by its shapes
             recording = self._record(module, name, step, pytree.tree_unflatten(parts[0], tree), loader, batch_idx)
             self.runtime.add(name, recording)
         variants.names.insert(0, name)

@@ -18,6 +18,9 @@ def _accumulated(name: str, stages: int) -> int:
     model = build(name)
     pipe = Pipeline(model, model.batch(8), stages=stages, microbatches=4)
     mine = dist.get_rank() // stages
+    mesh = pipe.device_mesh
+    assert mesh is not None and mesh.mesh_dim_names == ("replica", "stage")
+    assert mesh.get_coordinate() == (mine, pipe.stage) and mesh["stage"].size() == stages
     batches = []
     for index in range(3 * 2):
         torch.manual_seed(60 + index)

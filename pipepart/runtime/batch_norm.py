@@ -1,0 +1,141 @@
+"""Running statistics of BatchNorm that change once per batch, as without micro-batches, and not once per micro-batch.
+
+What is normalised with stays the statistics of each micro-batch: the next micro-batch cannot be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipepart.capture import Chunk
+from pipepart.errors import ConfigError, did_you_mean
+from pipepart.runtime.recompute import running_again
+
+__all__ = ["BATCH_NORM", "BatchStatistics", "check_batch_norm"]
+
+BATCH_NORM = ("microbatch", "batch")
+
+
+def check_batch_norm(name: str) -> None:
+    """Refuse an unknown way of updating."""
+    if name not in BATCH_NORM:
+        raise ConfigError(f"batch_norm {name!r} is not known: {did_you_mean(name, BATCH_NORM)}")
+
+
+@dataclass
+class _Sums:
+    """Of one layer over the micro-batches of a step, per channel."""
+
+    count: int = 0
+    total: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
+
+    def add(self, count: int, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """`variance` is the unbiased one, which BatchNorm keeps."""
+        mean, variance = mean.double(), variance.double()
+        total = mean * count
+        squares = variance * max(count - 1, 0) + mean.square() * count
+        self.count += count
+        self.total = total if self.total is None else self.total + total
+        self.squares = squares if self.squares is None else self.squares + squares
+
+    def mean_and_variance(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.total is not None and self.squares is not None
+        mean = self.total / self.count
+        return mean, (self.squares - self.count * mean.square()).clamp(min=0) / max(self.count - 1, 1)
+
+
+class BatchStatistics:
+    """The BatchNorm layers of one stage. With momentum 1 a layer's buffers hold exactly what it saw last: they are read
+    after every call, put together, and given back as one update at the end of the step."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._layers: list[_BatchNorm] = []
+        self._sums: dict[int, _Sums] = {}
+        for chunk in chunks:
+            _refuse_functions(chunk)
+            for layer in (getattr(chunk.module, n.target) for n in chunk.module.graph.nodes if n.op == "call_module"):
+                if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer not in self._layers:
+                    self._layers.append(layer)
+
+    @contextmanager
+    def one_update(self) -> Iterator[None]:
+        """Around a training step."""
+        training = [layer for layer in self._layers if layer.training and layer.running_mean is not None]
+        before = [_state(layer) for layer in training]
+        self._sums = {}
+        hooks = [
+            layer.register_forward_hook(self._seen) for layer in training
+        ]  # for the step only: they are the user's
+        for layer in training:
+            layer.momentum = 1.0
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for layer, state in zip(training, before):
+                self._give_back(layer, state)
+
+    def _seen(self, layer: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
+        assert isinstance(layer, _BatchNorm)
+        if layer.training and not running_again() and layer.running_mean is not None:
+            x = inputs[0]
+            assert layer.running_var is not None
+            self._sums.setdefault(id(layer), _Sums()).add(
+                x.numel() // max(x.shape[1], 1), layer.running_mean, layer.running_var
+            )
+
+    @torch.no_grad()
+    def _give_back(self, layer: _BatchNorm, state: _State) -> None:
+        layer.momentum = state.momentum
+        assert layer.running_mean is not None and layer.running_var is not None
+        layer.running_mean.copy_(state.mean)
+        layer.running_var.copy_(state.variance)
+        if layer.num_batches_tracked is not None and state.batches is not None:
+            layer.num_batches_tracked.copy_(state.batches)
+        sums = self._sums.get(id(layer))
+        if sums is None:  # it was not called
+            return
+        if layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.add_(1)
+        share = state.momentum if state.momentum is not None else 1.0 / float(layer.num_batches_tracked or 1)
+        mean, variance = sums.mean_and_variance()
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
+        layer.running_var.lerp_(variance.to(layer.running_var.dtype), share)
+
+
+@dataclass(frozen=True)
+class _State:
+    momentum: float | None
+    mean: torch.Tensor
+    variance: torch.Tensor
+    batches: torch.Tensor | None
+
+
+def _state(layer: _BatchNorm) -> _State:
+    assert layer.running_mean is not None and layer.running_var is not None
+    batches = layer.num_batches_tracked
+    return _State(
+        layer.momentum,
+        layer.running_mean.clone(),
+        layer.running_var.clone(),
+        None if batches is None else batches.clone(),
+    )
+
+
+def _refuse_functions(chunk: Chunk) -> None:
+    """A bare call has no layer whose buffers could be read."""
+    for node in chunk.module.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") in ("batch_norm", "native_batch_norm"):
+            raise ConfigError(
+                f"batch_norm='batch' needs torch.nn.BatchNorm layers, and {node.name!r} is a call of the function "
+                f"{node.target.__name__}: use the layer, or batch_norm='microbatch'"
+            )
