@@ -1,10 +1,22 @@
-"""Pipeline-parallel training for any PyTorch model, as one line in a Lightning Trainer."""
+"""Pipeline-parallel training for any PyTorch model, as one line in a Lightning Trainer.
 
-from pipepart.cost.cluster import Cluster, load_cluster
-from pipepart.graph import Captured, OpGraph, capture
-from pipepart.planning import Plan, plan
-from pipepart.runtime import Pipeline
-from pipepart.strategy import PipelineStrategy
+Names are imported when they are first used, so that `import pipepart` costs nothing by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, util
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipepart.cost.cluster import Cluster, load_cluster
+    from pipepart.graph import Captured, OpGraph, capture
+    from pipepart.planning import Plan, plan
+    from pipepart.runtime import Pipeline
+    from pipepart.strategy import PipelineStrategy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,3 +30,61 @@ __all__ = [
     "load_cluster",
     "plan",
 ]
+
+_HOMES = {
+    "pipepart.cost.cluster": ("Cluster", "load_cluster"),
+    "pipepart.graph": ("Captured", "OpGraph", "capture"),
+    "pipepart.planning": ("Plan", "plan"),
+    "pipepart.runtime": ("Pipeline",),
+    "pipepart.strategy": ("PipelineStrategy",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'pipepart' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+class _Surface(ModuleType):
+    """This module, in which `capture` is the function also after the package of that name was imported."""
+
+    @property
+    def capture(self) -> Any:
+        return __getattr__("capture")
+
+    @capture.setter
+    def capture(self, package: ModuleType) -> None:
+        """The import system hands over the package here; it is found under its full name all the same."""
+
+
+class _Register(MetaPathFinder):
+    """`Trainer(strategy="pipepart")` looks into Lightning's registry: the strategy enters it when Lightning is imported."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        if fullname != "lightning.pytorch":
+            return None
+        sys.meta_path.remove(self)
+        spec = util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                if "pipepart.strategy" not in sys.modules:
+                    import_module("pipepart.strategy")
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+sys.modules[__name__].__class__ = _Surface
+if "lightning.pytorch" in sys.modules:
+    import_module("pipepart.strategy")
+else:
+    sys.meta_path.insert(0, _Register())

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipepart.cli.explain import explained
-from pipepart.cli.schema import register_schemas
+from pipepart.cli.folders import conf_folder, group_options, groups
 from pipepart.cli.secrets import redacted
 from pipepart.cli.targets import check_targets
 from pipepart.errors import ConfigError, did_you_mean
@@ -29,6 +29,7 @@ __all__ = [
     "explaining",
     "group_options",
     "groups",
+    "is_sweep",
     "search_path",
     "without_nulls",
     "written",
@@ -37,32 +38,9 @@ __all__ = [
 _GIVEN_LATER = {"model": ("optimizer", "scheduler"), "optimizer": ("params",), "scheduler": ("optimizer",)}
 
 
-def conf_folder() -> Path:
-    """`conf/` inside the package (installed from a wheel), or beside it (a checkout)."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / "train.yaml").is_file():
-            return folder
-    raise ConfigError("the configuration folder conf/ is missing beside and inside the package: install pipepart again")
-
-
 def search_path(extra: Path | None) -> list[str]:
     """The override that adds a user's own folder of configuration; `recipe=mine` is found there, too."""
     return [] if extra is None else [f"hydra.searchpath=[file://{extra.resolve()}]"]
-
-
-def groups(extra: Path | None = None) -> list[str]:
-    """The configuration groups."""
-    folders = [conf_folder(), *([extra] if extra else [])]
-    if extra is not None and not extra.is_dir():
-        raise ConfigError(f"--config-dir {str(extra)!r} is no folder")
-    return sorted({path.name for folder in folders for path in folder.iterdir() if path.is_dir()} - {"hydra"})
-
-
-def group_options(group: str, extra: Path | None = None) -> list[str]:
-    """The options of a group: its files, without those that only others are built on."""
-    folders = [conf_folder(), *([extra] if extra else [])]
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
 def check_groups(overrides: Sequence[str], extra: Path | None = None, name: str = "train") -> None:
@@ -107,8 +85,10 @@ def compose_config(
 
     `hydra=True` keeps Hydra's own section (launcher, sweeper, choices of groups), unresolved.
     """
-    register_schemas()
     check_groups(overrides, extra, name)
+    from pipepart.cli.schema import register_schemas  # needs Lightning, which takes seconds to import
+
+    register_schemas()
     if not OmegaConf.has_resolver("now"):  # Hydra's own is there only inside its main function
         OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True)
     GlobalHydra.instance().clear()
@@ -123,6 +103,14 @@ def compose_config(
                 raise ConfigError(f"{missing[0]} has no value: give one with {missing[0]}=...")
     GlobalHydra.instance().clear()
     return config
+
+
+def is_sweep(overrides: Sequence[str], extra: Path | None = None) -> bool:
+    """Whether a choice among the overrides (sweep=...) asks for several runs."""
+    if not any(text.lstrip("+").startswith(("sweep=", "hydra.mode=")) for text in overrides):
+        return False
+    found = OmegaConf.select(compose_config(overrides, extra=extra, hydra=True), "hydra.mode")
+    return found is not None and found.name == "MULTIRUN"
 
 
 def checked(config: DictConfig) -> dict[str, Any]:

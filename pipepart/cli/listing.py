@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipepart.cli.config import conf_folder, group_options, groups
 from pipepart.cli.console import bold
+from pipepart.cli.folders import conf_folder, group_options, groups
 
 __all__ = ["group_help", "recipes_text", "says"]
 

@@ -120,9 +120,11 @@ def _train(words: list[str]) -> int:
         from pipepart.cli.train import show_config
 
         return show_config(given.overrides, given.config_dir)
-    from pipepart.cli.sweep import is_sweep, sweep
+    from pipepart.cli.config import is_sweep
 
     if given.multirun or is_sweep(given.overrides, given.config_dir):
+        from pipepart.cli.sweep import sweep
+
         return sweep(given.overrides, given.config_dir)
     from pipepart.cli.train import train
 

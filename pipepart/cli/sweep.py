@@ -20,21 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from pipepart.cli.config import checked, compose_config, conf_folder, explaining, search_path, without_nulls
 from pipepart.cli.console import bold, quiet_libraries, shown, table
 from pipepart.cli.ranks import already_started, join_started, run_as_rank
-from pipepart.cli.schema import register_schemas
 from pipepart.cli.secrets import redacted, redacted_override
 from pipepart.cli.train import check_run, prepare_folder, read_result, resolve_devices, run
 from pipepart.errors import ConfigError, PipepartError
-from pipepart.planning import format_seconds
 
-__all__ = ["is_sweep", "summary", "sweep"]
-
-
-def is_sweep(overrides: Sequence[str], extra: Path | None = None) -> bool:
-    """Whether a choice among the overrides (sweep=...) asks for several runs."""
-    if not any(text.lstrip("+").startswith(("sweep=", "hydra.mode=")) for text in overrides):
-        return False
-    found = OmegaConf.select(compose_config(overrides, extra=extra, hydra=True), "hydra.mode")
-    return found is not None and found.name == "MULTIRUN"
+__all__ = ["summary", "sweep"]
 
 
 def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
@@ -45,7 +35,6 @@ def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
         )
     quiet_libraries()
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    register_schemas()
     jobs = _check_all(overrides, extra)
     if jobs:
         print(
@@ -149,6 +138,8 @@ def _redact_file(path: Path) -> None:
 
 def summary(results: Sequence[tuple[Sequence[str], dict[str, Any]]], folder: Path) -> str:
     """A table of the runs, what was different about them first; written to summary.csv, too."""
+    from pipepart.planning import format_seconds
+
     pairs = [dict(text.partition("=")[::2] for text in texts) for texts, _ in results]
     keys = list(dict.fromkeys(key for pair in pairs for key in pair))
     varied = [key for key in keys if len({pair.get(key) for pair in pairs}) > 1]

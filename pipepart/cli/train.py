@@ -15,8 +15,6 @@ from pipepart.cli.console import bold, quiet_libraries, shown
 from pipepart.cli.ranks import already_started, join_started, run_as_rank, start_ranks
 from pipepart.cli.secrets import redacted_override
 from pipepart.errors import ConfigError
-from pipepart.planning import check_request
-from pipepart.runtime import fit_mesh
 
 __all__ = ["check_run", "prepare_folder", "read_result", "resolve_devices", "run", "show_config", "train"]
 
@@ -64,6 +62,9 @@ def resolve_devices(config: dict[str, Any]) -> int:
 
 def check_run(config: dict[str, Any]) -> None:
     """Refuse here what can be refused before any process is started."""
+    from pipepart.planning import check_request
+    from pipepart.runtime import fit_mesh
+
     strategy, launcher = config["strategy"], config["launcher"]
     check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"], strategy.get("recompute", "auto"))
     if not strategy.get("plan"):

@@ -207,6 +207,33 @@ def test_help_recipes_and_configuration_are_shown(capsys) -> None:
     assert "_target_: recipes.mlp.MLPModule" in shown
 
 
+def test_help_lists_and_unknown_words_need_no_library() -> None:
+    """What a user sees first must come at once: neither torch nor Lightning is imported for it."""
+    words = [["--help"], ["train", "--cfg", "job", "recipe=gtp"], ["recipes"], ["trian"], ["train", "-m", "recipe=gtp"]]
+    code = (
+        "import sys; from pipepart.cli.main import main; import pipepart\n"
+        f"codes = [main(words) for words in {words!r}]\n"
+        "heavy = {'torch', 'lightning', 'wandb', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "print(codes, sorted(heavy), pipepart.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1].startswith("[0, 2, 0, 2, 2] []"), done.stdout + done.stderr
+
+
+def test_public_names_are_there_whatever_is_imported_first() -> None:
+    """Also the function `capture` beside the package of that name, and the strategy's name once Lightning is there."""
+    code = (
+        "import pipepart\n"
+        "from pipepart.capture import Recording\n"
+        "assert pipepart.capture.__module__ == 'pipepart.graph.captured' and 'capture' in dir(pipepart)\n"
+        "import lightning as L\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "assert type(StrategyRegistry.get('pipepart')) is pipepart.PipelineStrategy\n"
+        "assert not hasattr(pipepart, 'nothing')"
+    )
+    subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], timeout=PATIENCE, check=True)
+
+
 def test_doctor_looks_at_everything(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = main(["doctor", "--quick"])
