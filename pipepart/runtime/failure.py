@@ -47,7 +47,7 @@ def _is_lost_connection(error: BaseException) -> bool:
     """Errors of the transport, from gloo, NCCL or the store; all else is a cause of its own."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, (dist.DistError, ConnectionError)):
+        if isinstance(seen, (dist.DistError, ConnectionError, TimeoutError)):
             return True
         text = str(seen)
         if isinstance(seen, RuntimeError) and any(word in text for word in _TRANSPORT_WORDS):

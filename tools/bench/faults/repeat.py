@@ -1,0 +1,107 @@
+"""Break jobs in every way, and look at how they end."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from tools.bench.faults.job import CAUSE, Fault, rank_main
+
+__all__ = ["repeat"]
+
+ALLOWED = 10.0  # seconds from the fault to the end of every rank; for a stopped one the time limit comes on top
+STOP_LIMIT = 5.0  # seconds: the time limit of jobs with a stopped rank, short so that many can be tried
+HANG = 60.0
+
+
+def repeat(repetitions: int = 100) -> tuple[str, bool]:
+    """The table, and whether every job ended in time with its cause named and nothing left behind."""
+    places = ("forward", "backward", "communication")
+    cases = list(itertools.product(("raise", "kill", "stop"), places, (2, 4), ("shared_memory", "group")))
+    chance = random.Random(0)
+    slowest: dict[tuple[str, str, int, str], list[float]] = defaultdict(list)
+    wrong: list[str] = []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "pipepart"])
+    for number, (how, where, ranks, transport) in zip(range(repetitions), itertools.cycle(cases)):
+        fault = Fault(where, how, chance.randrange(ranks), ranks, transport, STOP_LIMIT if how == "stop" else 60.0)
+        took, problems = _once(context, fault)
+        slowest[how, where, ranks, transport].append(took)
+        wrong += [f"{number}: {fault}: {problem}" for problem in problems]
+        what = f"{how:6} in {where:14} rank {fault.rank} of {ranks} {transport:14}"
+        print(f"{number + 1:4} {what} {took:5.1f} s {'; '.join(problems)}", flush=True)
+    lines = [f"{'fault':6} {'where':14} {'ranks':>5} {'transport':14} {'times':>5} {'slowest end':>11}"]
+    for (how, where, ranks, transport), times in sorted(slowest.items()):
+        lines.append(f"{how:6} {where:14} {ranks:5} {transport:14} {len(times):5} {max(times):9.1f} s")
+    lines.append(
+        f"{repetitions} jobs, {len(wrong)} problems; a stopped rank is found by the time limit of {STOP_LIMIT:.0f} s"
+    )
+    return "\n".join([*lines, *wrong]), not wrong
+
+
+def _once(context: multiprocessing.context.ForkServerContext, fault: Fault) -> tuple[float, list[str]]:
+    """Seconds from the fault to the end of the last rank that can end, and all that was not as it should be."""
+    before = _shared_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=rank_main, args=(rank, folder, fault), daemon=True) for rank in range(fault.ranks)
+        ]
+        for process in processes:
+            process.start()
+        expected = [p for rank, p in enumerate(processes) if fault.how != "stop" or rank != fault.rank]
+        deadline = time.monotonic() + HANG
+        for process in expected:
+            process.join(max(0.0, deadline - time.monotonic()))
+        ended = time.time()
+        problems = [f"rank {rank} hangs" for rank, p in enumerate(processes) if p in expected and p.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        try:
+            took = ended - float(Path(folder, "struck").read_text())
+        except (OSError, ValueError):
+            took = HANG
+            problems.append("the fault was never reached")
+        said = {
+            r: Path(folder, f"said-{r}").read_text() for r in range(fault.ranks) if Path(folder, f"said-{r}").exists()
+        }
+        problems += _not_said(fault, said)
+    if took > ALLOWED + (fault.limit if fault.how == "stop" else 0):
+        problems.append(f"took {took:.1f} s")
+    if left := _shared_memory() - before:
+        problems.append(f"left in shared memory: {sorted(left)}")
+    return took, problems
+
+
+def _not_said(fault: Fault, said: dict[int, str]) -> list[str]:
+    """Every rank that lives must say why it ended: the exception of another, the rank that is gone, or who waits for whom."""
+    problems = []
+    for rank in range(fault.ranks):
+        text = said.get(rank)
+        if rank == fault.rank and fault.how != "raise":
+            continue
+        if text is None:
+            problems.append(f"rank {rank} said nothing")
+        elif fault.how == "raise" and CAUSE not in text:
+            problems.append(f"rank {rank} does not name the cause: {text.strip().splitlines()[-1]}")
+        elif (
+            fault.how == "stop"
+            and f"nothing from rank {fault.rank}" not in text
+            and "another rank failed first" not in text
+        ):
+            problems.append(f"rank {rank} does not name the stopped rank: {text.strip().splitlines()[-1]}")
+        elif fault.how == "kill" and "lost another rank" not in text:
+            problems.append(f"rank {rank} does not say that a rank is lost: {text.strip().splitlines()[-1]}")
+    return problems
+
+
+def _shared_memory() -> set[str]:
+    """Names there, without the semaphores of `multiprocessing`, which its own tracker removes at the end."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if not name.startswith("sem.mp-")}
