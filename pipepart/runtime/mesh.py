@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.errors import PlanError
 
-__all__ = ["Groups", "Mesh", "fit_mesh"]
+__all__ = ["Groups", "Mesh", "fit_mesh", "release_groups"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ class Groups:
         copies = (
             _own(rank, [mesh.copies(stage) for stage in range(mesh.stages)], timeout) if mesh.replicas > 1 else None
         )
-        return Groups(mesh, rank, mine["pipeline"], mine["down"], mine["up"], copies)
+        made = Groups(mesh, rank, mine["pipeline"], mine["down"], mine["up"], copies)
+        weakref.finalize(made, release_groups, [*mine.values(), copies]).atexit = False
+        return made
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
@@ -138,6 +142,17 @@ class Groups:
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from stage `source` to stage `target`."""
         return self.down if source < target else self.up
+
+
+def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Close the sockets of groups that nobody uses any more; torch keeps every group until the process ends.
+
+    Only what each rank can do by itself: NCCL ends communicators together, so those stay.
+    """
+    for group in groups:
+        with suppress(Exception):  # the job may be over already
+            if group is not None and dist.is_initialized() and dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
 
 
 def _own(rank: int, all_ranks: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup:

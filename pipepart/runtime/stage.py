@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -18,7 +19,7 @@ from pipepart.planning import Plan, transfer
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm
 from pipepart.runtime.header import share
-from pipepart.runtime.mesh import Groups
+from pipepart.runtime.mesh import Groups, release_groups
 from pipepart.runtime.ownership import Ownership, drop_foreign_parameters, place_parameters
 from pipepart.runtime.program import Program, StepResult
 from pipepart.runtime.tracing import Trace, clock_offset, gather_timeline
@@ -57,6 +58,7 @@ class StageRuntime:
                 self._transport = choose_transport(transport, groups, device, timeout)
             uses = _uses(chunks, plan.placement, self.stage)
             self._sync = GradientSync(self.ownership, groups, timedelta(seconds=timeout), uses)
+        weakref.finalize(self, _close, self._transport, list(self._sync._tied.values())).atexit = False
         self._name = name
         self._batch_norm = batch_norm
         self._programs = {name: self._program(planned, chunks)}
@@ -119,7 +121,9 @@ class StageRuntime:
         With `reduce=False` they stay on this rank, and are added to those of the next step that reduces.
         """
         parameters = self.named_parameters()
-        before = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        before = {
+            name: p.grad for name, p in parameters.items() if p.grad is not None and p.grad is not self._local.get(name)
+        }
         for key, parameter in parameters.items():
             parameter.grad = self._local.pop(key, None)
         if reduce:
@@ -150,9 +154,15 @@ class StageRuntime:
         return result
 
     @torch.no_grad()
-    def hand_over(self) -> None:
-        """Add the gradients of the last step to `.grad`, as a backward in one process would."""
+    def hand_over(self, show_own: bool = False) -> None:
+        """Add the gradients of the last step to `.grad`, as a backward in one process would.
+
+        With `show_own`, gradients of steps that were not reduced can be looked at in `.grad`; they are this rank's own.
+        """
         parameters = self.named_parameters()
+        if show_own:
+            for name, gradient in self._local.items():
+                parameters[name].grad = gradient
         for name, gradient in self._fresh.items():
             parameter = parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -300,6 +310,13 @@ class StageRuntime:
                 dist.broadcast(real, groups.rank_of_stage(self.ownership.buffers[name]), group=groups.pipeline)
                 path, _, key = name.rpartition(".")
                 self.root.get_submodule(path)._buffers[key] = real
+
+
+def _close(transport: Transport | None, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Nobody uses this runtime any more: give its sockets back."""
+    if transport is not None and hasattr(transport, "close"):
+        transport.close()
+    release_groups(groups)
 
 
 def _held_buffers(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _distributed_is_initialized,
@@ -22,10 +26,12 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from pipepart.errors import ConfigError
 from pipepart.runtime import Groups, Mesh, Options, fit_mesh
 from pipepart.runtime.device import backend_for, limit_threads
 from pipepart.runtime.failure import guarded
 from pipepart.strategy.loaders import ends_together, needs_agreement
+from pipepart.strategy.materialise import empty_names
 
 __all__ = ["MeshStrategy", "same_weights_everywhere"]
 
@@ -116,7 +122,23 @@ class MeshStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.root_device)
+        if not empty_names(self.model):
+            self.model.to(self.root_device)
+            return
+        # What is on the meta device is filled on the device later; `to` would refuse it.
+        self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
+        _update_properties(self.model, device=self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """`trainer.init_module(empty_init=True)` builds on the meta device; each rank fills its own part when it is known."""
+        with ExitStack() as stack:
+            if empty_init:
+                stack.enter_context(torch.device("meta"))
+                stack.enter_context(self.precision_plugin.tensor_init_context())
+            else:
+                stack.enter_context(super().tensor_init_context(empty_init))
+            yield
 
     # ---- collectives
 
@@ -172,6 +194,15 @@ def same_weights_everywhere(module: LightningModule, groups: Groups | None) -> N
     """Rank 0's weights and buffers for all, so that it does not matter how each rank has seeded."""
     if groups is None:
         return
+    empty = empty_names(module)
+    everywhere: list[Any] = [None] * groups.mesh.world_size
+    dist.all_gather_object(everywhere, (len(empty), hashlib.sha256("\n".join(empty).encode()).hexdigest()))
+    if len(set(everywhere)) > 1:
+        raise ConfigError(
+            f"ranks have built {type(module).__name__} with different parts on the meta device (tensors without memory "
+            f"by rank: {[count for count, _ in everywhere]}). Build it the same way on every rank."
+        )
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.data, 0)
+            if not tensor.is_meta:
+                dist.broadcast(tensor.data, 0)

@@ -264,9 +264,12 @@ class PipelineStrategy(CheckpointStrategy):
         if tuple(p.requires_grad for p in module.parameters()) != self._trainable:
             self._variants["training_step"].names = []  # a part was frozen or thawed (fine-tuning callbacks)
         name, leaves = self._recording_for("training_step", batch, batch_idx, None)
+        # Replicas exchange gradients once for each step of the optimizer; until then each keeps its own.
+        reduce = self.mesh.replicas == 1 or not trainer.fit_loop._should_accumulate()
         started = time.perf_counter()
         result = self.runtime.train(
             leaves,
+            reduce=reduce,
             loss_scale=loss_scale_of(self.precision_plugin, self.root_device) / trainer.accumulate_grad_batches,
             trace=len(self.step_times) in (3, 10),
             outputs_everywhere=True,
@@ -283,7 +286,7 @@ class PipelineStrategy(CheckpointStrategy):
         """The backward has run in the schedule: hand its gradients over where Lightning expects them to appear."""
         module, _ = self._module_and_trainer()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.runtime.hand_over()
+        self.runtime.hand_over(show_own=True)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def validation_step(self, *args: Any) -> Any:

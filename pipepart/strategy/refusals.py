@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from pipepart.errors import ConfigError
 
-__all__ = ["check_materialised", "check_module", "check_optimizers", "check_trainer"]
+__all__ = ["check_module", "check_optimizers", "check_trainer"]
 
 _CALLBACKS = {
     "StochasticWeightAveraging": "it copies the whole model on each rank. Use pipepart.strategy.WeightEMA instead",
@@ -64,16 +64,6 @@ def check_module(module: LightningModule) -> None:
         raise ConfigError(
             f"{name}.training_step takes dataloader_iter. A pipeline cuts batches into micro-batches itself: "
             "use training_step(self, batch, batch_idx)."
-        )
-
-
-def check_materialised(module: LightningModule) -> None:
-    """After configure_model: planning measures the model, so it must have values."""
-    empty = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
-    if empty:
-        raise ConfigError(
-            f"{type(module).__name__} has {len(empty)} parameters or buffers on the meta device, such as {empty[0]}. "
-            "The strategy plans by running the model once on each rank, so build it with real values (the first rank's count)."
         )
 
 

@@ -1,0 +1,177 @@
+"""Models that were built on the meta device: each rank gives memory and values to what it holds, and to nothing else.
+
+Values come from the modules themselves: `reset_parameters()`, as in torch.nn, then `_init_weights(module)` of the module
+around them, where there is one (the convention of many model libraries). Before each module the random numbers are seeded
+by its path. So a value depends on the seed and on the name, never on the partition: one process, two stages and three get
+the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from torchmetrics import Metric
+
+from pipepart.errors import ConfigError
+
+__all__ = ["check_can_be_filled", "empty_names", "fill", "materialise", "refuse_unfilled"]
+
+
+def empty_names(root: nn.Module) -> list[str]:
+    """The (first) full names of parameters and buffers on the meta device."""
+    return [name for name, tensor in (*root.named_parameters(), *root.named_buffers()) if tensor.is_meta]
+
+
+def check_can_be_filled(root: nn.Module) -> None:
+    """What is on the meta device and is neither a parameter nor a buffer has lost its values for good."""
+    for path, module in root.named_modules():
+        if isinstance(module, Metric):
+            lost = [key for key, value in module._defaults.items() if isinstance(value, torch.Tensor) and value.is_meta]
+            if lost:
+                raise ConfigError(
+                    f"the metric {path} ({type(module).__name__}) was built on the meta device, so the values that its states "
+                    "start with are lost. Build metrics in __init__, outside of `torch.device('meta')`."
+                )
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(module, Metric):
+                raise ConfigError(
+                    f"{path or type(root).__name__}.{key} is a tensor on the meta device and no parameter or buffer, so "
+                    f"nothing can fill it. Make it a buffer that reset_parameters() of {type(module).__name__} fills."
+                )
+
+
+def materialise(root: nn.Module, seed: int | None = None, device: torch.device | str = "cpu") -> None:
+    """Fill a module that was built on the meta device in one process, with the same values as a pipeline gets.
+
+    `seed` is by default that of torch (`torch.initial_seed()`, as `seed_everything` sets it).
+    """
+    check_can_be_filled(root)
+    refuse_unfilled(root, fill(root, None, torch.initial_seed() if seed is None else seed, torch.device(device)))
+
+
+def fill(root: nn.Module, names: Collection[str] | None, seed: int, device: torch.device) -> list[str]:
+    """Give memory and values to the empty tensors among `names` (None: to all). Returns those that nothing has filled.
+
+    These hold NaN, or the smallest integer. Random states are left as they were.
+    """
+    born = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers()) if tensor.is_meta}
+    wanted = [name for name in born.values() if names is None or name in names]
+    if not wanted:
+        return []
+    made: dict[int, torch.Tensor] = {}
+    for module, key, tensor in _tensors(root):
+        if born.get(id(tensor)) in wanted:
+            made.setdefault(id(tensor), _marked(tensor, device))
+            setattr(module, key, made[id(tensor)])
+    home = {id(tensor): born[key] for key, tensor in made.items()}
+    versions = {id(tensor): tensor._version for tensor in made.values()}
+    kept = list(made.values())  # so that no other tensor gets the identity of one of them
+    with isolate_rng(), torch.no_grad(), device:
+        for path, module in reversed(list(root.named_modules())):  # children before the modules around them
+            prefix = f"{path}." if path else ""
+            if any(name.startswith(prefix) for name in wanted):
+                _initialise(root, path, module, prefix, home, seed, device)
+    unfilled = []
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if id(tensor) in versions and tensor._version == versions[id(tensor)] and _has_marks(tensor):
+            unfilled.append(name)
+    del kept
+    return unfilled
+
+
+def refuse_unfilled(root: nn.Module, names: Collection[str]) -> None:
+    """All ranks must call it with the names of all ranks, so that they say the same."""
+    if not names:
+        return
+    first = min(names)
+    owner = root.get_submodule(first.rpartition(".")[0])
+    raise ConfigError(
+        f"{len(names)} parameters or buffers were built on the meta device and nothing fills them, such as {first}: "
+        f"{type(owner).__name__} has no reset_parameters() that does. Write one (it sets the parameters and buffers of that "
+        "module), or build this part outside of `torch.device('meta')`. Persistent ones may also come from a checkpoint "
+        "(`ckpt_path=`)."
+    )
+
+
+def _initialise(
+    root: nn.Module, path: str, module: nn.Module, prefix: str, home: dict[int, str], seed: int, device: torch.device
+) -> None:
+    """Run what `module` initialises itself with, on all tensors in it; what is not to be changed is put back after."""
+    if not any(id(tensor) in home or tensor.is_meta for _, _, tensor in _tensors(module, recurse=False)):
+        return
+    steps = list(_initialisers(root, path, module))
+    if not steps:
+        return
+    # Tensors of other stages, those that were built with values, and those that are tied to a module elsewhere: the
+    # initialiser gets scratch memory for them, so that it draws the same random numbers whatever is held here.
+    scratch: dict[int, torch.Tensor] = {}
+    aside: list[tuple[nn.Module, str, torch.Tensor]] = []
+    for part, key, tensor in _tensors(module):
+        if not home.get(id(tensor), "").startswith(prefix) or id(tensor) not in home:
+            aside.append((part, key, tensor))
+            scratch.setdefault(id(tensor), _marked(tensor, device))
+            setattr(part, key, scratch[id(tensor)])
+    digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    for step in steps:
+        step()
+    for part, key, tensor in aside:
+        setattr(part, key, tensor)
+    for part, key, tensor in _tensors(module):  # an initialiser may have put another tensor in the place of a buffer
+        if id(tensor) not in home and tensor.device != device and not tensor.is_meta:
+            setattr(part, key, tensor.to(device))
+
+
+def _initialisers(root: nn.Module, path: str, module: nn.Module) -> Iterator[Callable[[], Any]]:
+    for name in ("reset_parameters", "_reset_parameters"):
+        own = getattr(module, name, None)
+        if callable(own):
+            yield own
+            break
+    parts = path.split(".") if path else []
+    for length in range(len(parts), -1, -1):  # the nearest module around it, or itself
+        around = getattr(root.get_submodule(".".join(parts[:length])), "_init_weights", None)
+        if callable(around) and _takes_a_module(around):
+            yield partial(around, module)
+            break
+
+
+def _takes_a_module(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(object())
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _tensors(root: nn.Module, recurse: bool = True) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Every place that holds a parameter or buffer; one that is tied has several."""
+    for module in list(root.modules()) if recurse else [root]:
+        for registry in (module._parameters, module._buffers):
+            for key, tensor in list(registry.items()):
+                if tensor is not None:
+                    yield module, key, tensor
+
+
+def _marked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor, full of what no initialiser writes."""
+    made = torch.empty_like(tensor, device=device)
+    if made.is_floating_point() or made.is_complex():
+        made.detach().fill_(float("nan"))
+    elif made.dtype != torch.bool:
+        made.fill_(torch.iinfo(made.dtype).min)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _has_marks(tensor: torch.Tensor) -> bool:
+    """Whether the marks are still there. (Booleans have none: there the count of changes must say it.)"""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype == torch.bool or bool((tensor == torch.iinfo(tensor.dtype).min).any())
