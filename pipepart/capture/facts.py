@@ -39,6 +39,8 @@ class Fact:
     mutates: set[Any] = field(default_factory=set)
     differentiates: set[fx.Node] = field(default_factory=set)
     rows: tuple[tuple[int, ...], ...] = ()
+    checkpoint: tuple[int, ...] = ()
+    """The regions of activation checkpointing that it is in, the outermost first."""
 
 
 def storage_of(tensor: torch.Tensor) -> Any:

@@ -57,7 +57,8 @@ def describe(recording: Recording) -> str:
     for node in recording.graph.nodes:
         text = structure((node.args, dict(node.kwargs)), lambda other: f"%{index[other]}")
         target = "" if node.op in ("placeholder", "output") else target_name(node.target)
-        lines.append(f"{node.op} {target} {text}")
+        regions = node.meta.get("checkpoint")
+        lines.append(f"{node.op} {target} {text}{f' checkpoint {regions}' if regions else ''}")
     for name, value in recording.constants.items():
         kind = f"{value.dtype}{tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         lines.append(f"constant {name} {kind}")

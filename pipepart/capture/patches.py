@@ -15,6 +15,7 @@ import torch.nn as nn
 
 from pipepart.capture import intrinsics, ops, state
 from pipepart.capture.arguments import tensors_in, unwrap
+from pipepart.capture.checkpoints import Checkpoint, settings_of
 from pipepart.capture.failures import NotRecordable, Unsettled
 from pipepart.capture.recorder import Recorder
 from pipepart.capture.state import Attributes
@@ -161,19 +162,17 @@ def _metric_method(recorder: Recorder, module: nn.Module, name: str) -> Any:
     return call
 
 
-def _note_checkpoint(recorder: Recorder) -> None:
-    note = "activation checkpointing inside the model is not kept; let the plan recompute instead"
-    if note not in recorder.notes:
-        recorder.notes.append(note)
-
-
 def _apply(recorder: Recorder, original: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     real = original.__get__(None, kind)
     if not recorder.recording or recorder.frames:
         return real(*unwrap(args), **unwrap(kwargs))
     if kind is checkpointing.CheckpointFunction:
-        _note_checkpoint(recorder)
-        return args[0](*args[2:])
+        function, preserve, *rest = args
+        if not any(tensor.requires_grad for tensor in tensors_in(rest) if torch.is_grad_enabled()):
+            with torch.no_grad():  # as this kind of checkpointing does: nothing inside gets a gradient
+                return function(*rest)
+        with recorder.checkpointed(Checkpoint({"preserve_rng_state": preserve})):
+            return function(*rest)
     return recorder.run_whole(real, "call_function", intrinsics.apply_function(kind), args, kwargs)
 
 
@@ -221,10 +220,13 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
 
     checkpoint = checkpointing._checkpoint_without_reentrant_generator
 
-    def patched_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if recorder.recording and not recorder.frames:
-            _note_checkpoint(recorder)
-        return checkpoint(function, *args, **kwargs)
+    def patched_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if not recorder.recording or recorder.frames or not torch.is_grad_enabled():
+            yield from checkpoint(function, *args, **kwargs)
+            return
+        region = settings_of(args)
+        with recorder.checkpointed(region), region.options["context_fn"]()[0]:
+            yield
 
     saved: list[tuple[dict[str, Any], str, Any]] = []
     any_module.__call__ = lambda module, *a, **k: _call_module(recorder, module_call, module, a, k)

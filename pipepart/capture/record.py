@@ -235,7 +235,8 @@ def _recording(
         step=call.step,
         equal_sizes=equal,
         leaves=tuple(sorted(settings.whole)),
-        notes=(*recorder.notes, *notes),
+        notes=(*recorder.notes, *_checkpoint_note(len(recorder.checkpoints)), *notes),
+        checkpoints=tuple(recorder.checkpoints),
     )
     annotate(recording, recorder)
     expected = base.values
@@ -244,3 +245,9 @@ def _recording(
         expected = [*trees.flatten(result)[0], *(v for _, v, _ in logged if not isinstance(v, nn.Module))]
     verify(recording, [copy_leaf(leaf) for leaf in leaves], expected, mode)
     return recording
+
+
+def _checkpoint_note(regions: int) -> list[str]:
+    if not regions:
+        return []
+    return [f"activation checkpointing inside the model is kept: {regions} regions are run again in backward"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ import torch.nn as nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from pipepart.capture import intrinsics, ops, symbols
+from pipepart.capture import intrinsics, ops
 from pipepart.capture.arguments import has_tensor, tensors_in, unwrap
-from pipepart.capture.facts import Fact, autocast_state, reached, storage_of, user_line, version_of
+from pipepart.capture.facts import reached, storage_of, version_of
 from pipepart.capture.failures import DataDependent, NotRecordable
-from pipepart.capture.naming import name_of, nameable
-from pipepart.capture.number_recorder import NumberRecorder
+from pipepart.capture.graph_recorder import GraphRecorder, unseen
+from pipepart.capture.naming import name_of
 
 __all__ = ["RecordMode", "Recorder"]
 
@@ -43,186 +42,19 @@ class _Frame:
     prefix: str | None
 
 
-def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Our own bookkeeping touches tensors too: it must not be recorded."""
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return method(*args, **kwargs)
-
-    return run
-
-
-class Recorder(NumberRecorder):
-    """One recorded run: a graph under construction, and which tensor belongs to which node.
+class Recorder(GraphRecorder):
+    """One recorded run: every call of torch becomes a node, with what is known of it.
 
     `whole` names modules to keep as one op; `guards` allows to specialise on data (with a check in the graph).
     """
 
     def __init__(self, root: nn.Module, names: Any, whole: frozenset[str], guards: bool, fake: bool = False):
-        self.root, self.whole, self.guards, self.fake = root, whole, guards, fake
-        self.graph = fx.Graph()
-        self.facts: dict[fx.Node, Fact] = {}
-        self.values: dict[int, fx.Node] = {}
-        self.kept: list[Any] = []
-        self.module_names: dict[int, str] = names.modules
-        self.tensor_names: dict[int, str] = names.tensors
-        self.stack: list[tuple[str, nn.Module]] = [("", root)]
+        super().__init__(root, names)
+        self.whole, self.guards, self.fake = whole, guards, fake
         self.frames: list[_Frame] = []
-        self.attributes: dict[str, fx.Node] = {}
-        self.constants: dict[str, Any] = {}
-        self.constant_names: dict[int, str] = {}
         self.recording = True
         self.failed_in: list[str] | None = None
-        self.outer_autocast = autocast_state()
         self.notes: list[str] = []
-        self.mutations: dict[Any, fx.Node] = {}  # the last op that changed a storage in place
-        self.current: dict[int, fx.Node | None] = {}  # up to which mutation the node of a tensor stands for it
-
-    def release(self) -> None:
-        """Let go of all tensors: the run is over, and only what was written down is needed."""
-        self.kept.clear()
-        self.values.clear()
-        for fact in self.facts.values():
-            fact.tensor = None
-
-    # ---------------------------------------------------------------- nodes
-
-    def make(
-        self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None = None
-    ) -> fx.Node:
-        """A new node at the end of the graph, with what is known of where it was made."""
-        if op == "call_function" and not isinstance(target, str):
-            target = nameable(target)
-        node = self.graph.create_node(op, target, args, kwargs, name)
-        path, module = self.stack[-1]
-        autocast = autocast_state()
-        self.facts[node] = Fact(
-            path,
-            type(module).__name__,
-            user_line(),
-            grad_mode=torch.is_grad_enabled(),
-            autocast=autocast if autocast != self.outer_autocast else (),
-        )
-        if autocast != self.outer_autocast and not autocast:
-            self.facts[node].autocast = ("off",)
-        return node
-
-    def read_attribute(self, name: str) -> fx.Node:
-        """The node that reads a parameter, buffer, constant or flag of the root by its full name."""
-        if name not in self.attributes:
-            node = self.graph.create_node("get_attr", name, (), {}, name.replace(".", "_"))
-            self.facts[node] = Fact(self.stack[-1][0], type(self.stack[-1][1]).__name__)
-            self.attributes[name] = node
-        return self.attributes[name]
-
-    def constant(self, value: Any) -> fx.Node:
-        """The node that reads an object which belongs to no module."""
-        name = self.constant_names.get(id(value))
-        if name is None:
-            name = f"_constant{len(self.constants)}"
-            self.constants[name] = value
-            self.constant_names[id(value)] = name
-            self.kept.append(value)
-        return self.read_attribute(name)
-
-    @_unseen
-    def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """From now on `tensor` is the value of `node`."""
-        self.values[id(tensor)] = node
-        self.kept.append(tensor)
-        fact = self.facts[node]
-        fact.tensor = tensor
-        fact.shape, fact.dtype, fact.requires_grad = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-        fact.nbytes = tensor.numel() * tensor.element_size()
-        storage = storage_of(tensor)
-        fact.writes.add(storage)
-        self.current[id(tensor)] = self.mutations.get(storage)
-
-    def _after_mutation(self, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
-        """The node of a tensor whose memory an op has changed since: it depends on that op."""
-        storage = storage_of(tensor)
-        mutation = self.mutations.get(storage)
-        if mutation is None or self.current.get(id(tensor)) is mutation or mutation is node:
-            return node
-        made = self.make("call_function", intrinsics.changed, (node, mutation), {})
-        fact = self.facts[made]
-        fact.varies = self.facts[node].varies or self.facts[mutation].varies
-        fact.dynamic = self.facts[node].dynamic
-        fact.reads = {storage}
-        fact.differentiates = {node, mutation}
-        self.bind(tensor, made)
-        return made
-
-    @_unseen
-    def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """The node whose value `tensor` is; parameters, buffers and constants are read where they are first used."""
-        node = self.values.get(id(tensor))
-        if node is not None:
-            return self._after_mutation(tensor, node)
-        name = self.tensor_names.get(id(tensor))
-        if name is not None:
-            node = self.read_attribute(name)
-            self.facts[node].varies = True
-        else:
-            if tensor.grad_fn is not None or (tensor.requires_grad and isinstance(tensor, nn.Parameter)):
-                what = (
-                    "a parameter that the module does not register"
-                    if tensor.grad_fn is None
-                    else (f"a result of {tensor.grad_fn.name()} that was computed outside the recorded ops")
-                )
-                raise NotRecordable(
-                    f"a tensor of shape {tuple(tensor.shape)} is {what} "
-                    f"(in module {self.stack[-1][0]!r} at {user_line()})"
-                )
-            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-                raise NotRecordable(
-                    f"a tensor inside torch.func (vmap, grad) in module {self.stack[-1][0]!r} at {user_line()}"
-                )
-            node = self.constant(tensor)
-        before = self.mutations.get(storage_of(tensor))
-        self.bind(tensor, node)
-        if before is not None:
-            self.current[id(tensor)] = None
-            return self._after_mutation(tensor, node)
-        return node
-
-    # ---------------------------------------------------------------- arguments
-
-    def argument(self, value: Any) -> Any:
-        """A Python argument as fx sees it: nodes for tensors and tracked numbers, constants for the rest."""
-        if isinstance(value, torch.Tensor):
-            return self.node_of(value)
-        if symbols.is_tracked(value):
-            return value.node()
-        if isinstance(value, PackedSequence):
-            parts = tuple(self.argument(part) for part in value)
-            node = self.make("call_function", PackedSequence, parts, {})
-            self.facts[node].varies = True
-            self.facts[node].differentiates = {part for part in node.all_input_nodes if self.facts[part].requires_grad}
-            return node
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.argument(item) for item in value))
-        if isinstance(value, tuple):
-            return tuple(self.argument(item) for item in value)
-        if type(value) is list:
-            return [self.argument(item) for item in value]
-        if type(value) is dict and all(isinstance(key, str) for key in value):
-            return {key: self.argument(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
-        if type(value) is range:
-            return [self.argument(item) for item in value]
-        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-            return value.item()
-        if value is None or value is Ellipsis or isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, nn.Module) and id(value) in self.module_names:
-            return self.read_attribute(self.module_names[id(value)])
-        if id(value) in self.values:
-            return self.values[id(value)]
-        return self.constant(value)
 
     # ---------------------------------------------------------------- calls
 
@@ -314,7 +146,7 @@ class Recorder(NumberRecorder):
         """The state of torch's random numbers; fake tensors draw none."""
         return b"" if self.fake else torch.get_rng_state().numpy().tobytes()
 
-    @_unseen
+    @unseen
     def _before(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         edges = {}
         for tensor in inputs:
@@ -324,7 +156,7 @@ class Recorder(NumberRecorder):
         nodes = [self.node_of(tensor) for tensor in inputs]
         return [version_of(t) for t in inputs], edges, nodes, self._rng()
 
-    @_unseen
+    @unseen
     def _finish(self, node: fx.Node, inputs: list[torch.Tensor], before: tuple[Any, ...], out: Any) -> None:
         versions, edges, nodes, rng = before
         fact = self.facts[node]
@@ -470,6 +302,3 @@ class Recorder(NumberRecorder):
         if name in ops.DATA_SHAPED or (name == "where" and len(args) + len(kwargs) == 1):
             return True
         return name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:]))
-
-
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

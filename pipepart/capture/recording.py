@@ -13,6 +13,7 @@ import torch.fx as fx
 import torch.nn as nn
 
 from pipepart.capture import trees
+from pipepart.capture.checkpoints import Checkpoint
 from pipepart.capture.fingerprint import describe
 from pipepart.errors import CaptureError
 
@@ -92,6 +93,8 @@ class Recording:
     leaves: tuple[str, ...] = ()
     """Modules of the user that are kept whole, since something inside could not be recorded."""
     notes: tuple[str, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """The regions of activation checkpointing; ``node.meta["checkpoint"]`` has the regions of an op as positions here."""
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """The leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
@@ -134,15 +137,20 @@ class Recording:
 
     def module(self) -> nn.Module:
         """The recording as a module that is called like the original, over the same parameters."""
+        from pipepart.capture.emit import executable
         from pipepart.capture.execute import RecordedModule
 
-        return RecordedModule(self)
+        return RecordedModule(self, executable(self))
 
     def graph_module(self, device: torch.device | None = None) -> fx.GraphModule:
-        """The whole graph as one executable module: flat inputs to a tuple of flat outputs."""
-        from pipepart.capture.execute import executable
+        """The whole graph as one executable module: flat inputs to a tuple of flat outputs.
 
-        return executable(self, device=device)
+        Each op is a node of it: regions of activation checkpointing are not run again in backward (those of `module`
+        and of chunks are).
+        """
+        from pipepart.capture.emit import executable
+
+        return executable(self, device=device, depth=None)
 
     def stale(self, leaves: Sequence[Any]) -> str | None:
         """Why the graph does not hold for these leaves, as far as their sizes and numbers tell; None if it does.

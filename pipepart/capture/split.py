@@ -10,7 +10,8 @@ import torch
 import torch.fx as fx
 
 from pipepart.capture.colocate import colocated
-from pipepart.capture.execute import executable, used_tensors
+from pipepart.capture.emit import executable
+from pipepart.capture.execute import used_tensors
 from pipepart.capture.recording import OpMeta, Recording
 from pipepart.errors import CaptureError
 

@@ -73,7 +73,7 @@ def refuse_wrapped(root: nn.Module) -> None:
         reason = ""
         if name == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             reason = "is compiled; capture the original module"
-        elif home.startswith(("torch.nn.parallel", "torch.distributed")):
+        elif home.startswith(("torch.nn.parallel", "torch.distributed")) and "._checkpoint." not in home:
             reason = "wraps its module for distributed training; capture the module inside"
         elif any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
             reason = "is lazy and has no parameters yet; run the model once before"

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from pipepart.capture import state
-from pipepart.capture.execute import executable
+from pipepart.capture.emit import executable
 from pipepart.capture.recording import OpMeta, Recording
 from pipepart.errors import CaptureError
 
@@ -39,7 +39,7 @@ def verify(recording: Recording, leaves: Sequence[Any], expected: Sequence[Any],
 
     `expected` are the flat outputs of the model, from the same random state.
     """
-    body = executable(recording)
+    body = executable(recording, depth=None)
     replay = _Replay(body)
     with ExitStack() as stack:
         stack.enter_context(state.preserved(recording.root))
