@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pipepart.errors import PlanError
-from pipepart.schedule import COMPUTE, Edges, Event, Timeline
+from pipepart.report.messages import flows, implied_receives
+from pipepart.schedule import Event, Timeline
 
 __all__ = ["check_trace", "trace_events", "write_perfetto"]
 
-_THREADS = {"compute": 0, "send": 1, "receive": 2, "reduce": 3}
+_LANES = ("compute", "send", "receive", "reduce")
 _LANE = {"SEND": "send", "RECV": "receive", "REDUCE": "reduce"}
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "REDUCE": "reduce"}
 
@@ -22,6 +23,7 @@ def write_perfetto(
 ) -> Path:
     """Write a trace file: a process per stage, a slice per action, a flow per message, a counter for live activations.
 
+    A flow leads from a send to its receive; messages that overlap lie in threads of their own, as slices must not cross.
     With `measured` both timelines are in the file, as processes of their own.
     """
     events = trace_events(timeline, label="predicted" if measured is not None else "")
@@ -37,15 +39,19 @@ def trace_events(
 ) -> list[dict[str, Any]]:
     """The trace events of one timeline; times in microseconds."""
     found: list[dict[str, Any]] = []
+    received = implied_receives(timeline)
+    events = [*timeline.events, *received]
+    threads = _threads(events)
     for stage in range(timeline.stages):
         process = first_process + stage
         name = f"{label} stage {stage}".strip()
         found.append(_meta("process_name", process, {"name": name}))
         found.append(_meta("process_sort_index", process, {"sort_index": process}))
-        lanes = {_lane(event) for event in timeline.events if event.stage == stage}
-        for lane in sorted(lanes, key=_THREADS.__getitem__):
-            found.append(_meta("thread_name", process, {"name": lane}, _THREADS[lane]))
-    for event in timeline.events:
+        for thread in sorted({threads[event] for event in events if event.stage == stage}):
+            lane, number = _LANES[thread % 10], thread // 10
+            found.append(_meta("thread_name", process, {"name": f"{lane} {number + 1}" if number else lane}, thread))
+            found.append(_meta("thread_sort_index", process, {"sort_index": 100 * (thread % 10) + number}, thread))
+    for event in events:
         action = event.action
         arguments = {"chunk": action.chunk, "micro-batch": action.microbatch, "action": str(action)}
         if action.peer is not None:
@@ -56,16 +62,24 @@ def trace_events(
                 "name": str(action),
                 "cat": _NAMES.get(action.kind, action.kind.lower()),
                 "pid": first_process + event.stage,
-                "tid": _THREADS[_lane(event)],
+                "tid": threads[event],
                 "ts": event.start * 1e6,
                 "dur": max(0.0, event.end - event.start) * 1e6,
                 "args": arguments,
             }
         )
-    for number, (source, target) in enumerate(_flows(timeline)):
-        common = {"cat": "message", "name": "message", "id": first_flow + number}
-        found.append({"ph": "s", **common, **_end_of(source, first_process, source.end - 0.01 * source.duration)})
-        found.append({"ph": "f", "bp": "e", **common, **_end_of(target, first_process, target.start)})
+    number = first_flow
+    for flow in flows(timeline, received):
+        left, there = flow.times
+        if there < left:  # clocks of different hosts may disagree: such a message has no arrow
+            continue
+        for phase, event, time in (("s", flow.leaves, left), ("f", flow.arrives, there)):
+            if time == event.end:  # an arrow binds to the slice around its end
+                time = max(event.start, left if phase == "f" else 0.0, event.end - 0.01 * event.duration)
+            where = {"pid": first_process + event.stage, "tid": threads[event], "ts": time * 1e6}
+            more = {"bp": "e"} if phase == "f" else {}
+            found.append({"ph": phase, "cat": "message", "name": "message", "id": number, **more, **where})
+        number += 1
     for stage, curve in enumerate(timeline.memory):
         for time, level in curve:
             name = "live activations"
@@ -90,39 +104,28 @@ def _lane(event: Event) -> str:
     return _LANE.get(event.action.kind, "compute")
 
 
-def _end_of(event: Event, first_process: int, time: float) -> dict[str, Any]:
-    return {"pid": first_process + event.stage, "tid": _THREADS[_lane(event)], "ts": time * 1e6}
-
-
-def _flows(timeline: Timeline) -> list[tuple[Event, Event]]:
-    """Every (producer, consumer) of a message between two stages."""
-    edges = timeline.edges or Edges.chain(1 + max((e.action.chunk for e in timeline.events), default=0))
-    done: dict[tuple[str, int, int], Event] = {}
-    for event in timeline.events:
-        if event.action.kind in COMPUTE:
-            kind = "B" if event.action.kind == "I" else event.action.kind
-            done[kind, event.action.chunk, event.action.microbatch] = event
-    pairs = [("F", a, b) for a, b in sorted(edges.forward)] + [("B", b, a) for a, b in sorted(edges.backward)]
-    microbatches = sorted({microbatch for _, _, microbatch in done})
-    found = []
-    for payload, producer, consumer in pairs:
-        for microbatch in microbatches:
-            source, target = done.get((payload, producer, microbatch)), done.get((payload, consumer, microbatch))
-            if source is None or target is None or source.stage == target.stage:
-                continue
-            if target.start >= source.end:  # clocks of different hosts may disagree: such a message has no arrow
-                found.append((source, target))
+def _threads(events: Sequence[Event]) -> dict[Event, int]:
+    """A thread for each event: that of its lane, or the next of that lane in which it crosses no other event."""
+    free: dict[tuple[int, str], list[float]] = {}
+    found: dict[Event, int] = {}
+    for event in sorted(events, key=lambda e: (e.start, e.end)):
+        lane = _lane(event)
+        ends = free.setdefault((event.stage, lane), [])
+        number = next((n for n, end in enumerate(ends) if end <= event.start + 1e-9), len(ends))
+        ends[number : number + 1] = [event.end]
+        found[event] = _LANES.index(lane) + 10 * number
     return found
 
 
 def check_trace(document: Mapping[str, Any]) -> None:
     """Raise `PlanError` unless this is a sound trace: known phases, no negative times, every flow begins, then ends.
 
-    Flows must also bind: a slice of their process and thread lies around each of their ends.
+    Flows must also bind: a slice of their process and thread lies around each of their ends. Slices of a thread follow
+    each other or lie one inside the other; viewers drop what crosses.
     """
     events: Sequence[Mapping[str, Any]] = document["traceEvents"]
     slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    flows: dict[Any, dict[str, Mapping[str, Any]]] = {}
+    bound: dict[Any, dict[str, Mapping[str, Any]]] = {}
     for number, event in enumerate(events):
         where = f"trace event {number} ({event.get('name')!r})"
         if event.get("ph") not in ("X", "M", "s", "f", "C"):
@@ -138,11 +141,19 @@ def check_trace(document: Mapping[str, Any]) -> None:
                 raise PlanError(f"{where}: lasts {event['dur']}")
             slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
         elif event["ph"] in "sf":
-            ends = flows.setdefault(event["id"], {})
+            ends = bound.setdefault(event["id"], {})
             if event["ph"] in ends:
                 raise PlanError(f"{where}: flow {event['id']} has two ends of phase {event['ph']!r}")
             ends[event["ph"]] = event
-    for name, ends in flows.items():
+    for (process, thread), mine in slices.items():
+        open_ends: list[float] = []
+        for start, stop in sorted(mine, key=lambda slice: (slice[0], -slice[1])):
+            while open_ends and open_ends[-1] <= start + 1e-2:
+                open_ends.pop()
+            if open_ends and stop > open_ends[-1] + 1e-2:
+                raise PlanError(f"process {process}, thread {thread}: slices cross at {start}")
+            open_ends.append(stop)
+    for name, ends in bound.items():
         if set(ends) != {"s", "f"}:
             raise PlanError(f"flow {name} does not {'end' if 's' in ends else 'begin'}")
         if ends["f"]["ts"] < ends["s"]["ts"]:

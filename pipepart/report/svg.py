@@ -7,6 +7,7 @@ from xml.sax.saxutils import escape
 
 from pipepart.planning.describe import format_bytes, format_seconds
 from pipepart.planning.plan import Plan
+from pipepart.report.messages import flows, implied_receives
 from pipepart.schedule import COMPUTE, Timeline
 
 __all__ = ["static_svg", "write_svg"]
@@ -15,10 +16,15 @@ STAGES = (
     "#3b7dd8", "#e8833a", "#2a9d6f", "#c9489a", "#8a63d2", "#b8930b", "#1799ad", "#d64545",
     "#6b8e23", "#9c6644", "#5c6bc0", "#7a8794", "#00796b", "#ad1457", "#8d9a00", "#4e5a9a",
 )  # fmt: skip
-KINDS = {"F": "#4c86e8", "B": "#ef9b3b", "I": "#d9783d", "W": "#9a76d8", "SEND": "#2f9e8f", "REDUCE": "#c05299"}
-_NAMES = {
-    "F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "SEND": "message", "REDUCE": "gradient sum",
+KINDS = {
+    "F": "#4c86e8", "B": "#ef9b3b", "I": "#d9783d", "W": "#9a76d8", "SEND": "#2f9e8f", "RECV": "#8f9bab", "REDUCE": "#c05299",
 }  # fmt: skip
+_NAMES = {
+    "F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "SEND": "send", "RECV": "receive",
+    "REDUCE": "gradient sum",
+}  # fmt: skip
+_MANY_ARROWS = 240
+"""More arrows than that hide what they join."""
 _THEMES = {"light": ("#ffffff", "#1a1f27", "#5a6472", "#eef0f4"), "dark": ("#12151b", "#e6e9ef", "#9aa5b5", "#232a35")}
 _LETTER = 6.1
 """Mean width of a letter of 11 px, generously."""
@@ -138,30 +144,42 @@ def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
 
 
 def _chart(drawing: _Drawing, timeline: Timeline, label: str, top: float, span: float) -> float:
-    """One timeline as a Gantt chart, `span` seconds wide."""
-    left, plot, lane = 62.0, drawing.width - 72, 18.0
+    """One timeline as a Gantt chart, `span` seconds wide: receives above the compute of a stage, sends below it."""
+    left, plot, lane, strip = 62.0, drawing.width - 72, 18.0, 3.5
     scale = plot / span if span else 0.0
     figures = f"{label}: {format_seconds(timeline.step_time)}, bubble {timeline.bubble:.1%}"
     drawing.text(10, top + 12, figures, bold=True)
-    y = top + 20
+    y = top + 20 + strip
     rows = []
     for stage in range(timeline.stages):
         rows.append(y)
         drawing.text(10, y + 13, f"stage {stage}", fill=drawing.soft)
         drawing.rect(left, y, timeline.step_time * scale, lane, drawing.faint)
-        y += lane + 7
-    for event in timeline.events:
+        y += lane + 2 * strip + 8
+    received = implied_receives(timeline)
+    for event in (*timeline.events, *received):
         kind = event.action.kind
-        if kind not in KINDS:
-            continue
         x, width = left + event.start * scale, event.duration * scale
         compute = kind in COMPUTE
         edge = f' stroke="{drawing.paper}" stroke-width="0.5"'
-        drawing.rect(x, rows[event.stage] + (0 if compute else lane), width, lane if compute else 4, KINDS[kind], edge)
+        above = 0.0 if compute else -strip if kind == "RECV" else lane
+        drawing.rect(x, rows[event.stage] + above, width, lane if compute else strip, KINDS[kind], edge)
         words = str(event.action.microbatch)
         if compute and width > len(words) * 6 + 3:
             ink = "#ffffff" if kind in ("F", "W") else "#241500"
             drawing.text(x + width / 2, rows[event.stage] + 13, words, size=10, fill=ink, anchor="middle")
+    messages = flows(timeline, received)
+    for flow in messages if len(messages) <= _MANY_ARROWS else ():
+        (leave, arrive), down = flow.times, flow.consumer.stage > flow.producer.stage
+        if arrive >= leave:
+            x1, x2 = left + leave * scale, left + arrive * scale
+            y1 = rows[flow.producer.stage] + (lane + strip if down else -strip)
+            y2 = rows[flow.consumer.stage] + (-strip if down else lane + strip)
+            drawing.path(
+                f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}",
+                drawing.soft,
+                ' stroke-width="0.8" opacity="0.7" marker-end="url(#tip)"',
+            )
     return y
 
 
@@ -181,7 +199,7 @@ def static_svg(
     span = max(timeline.step_time for _, timeline in timelines)
     for label, timeline in timelines:
         y = _chart(drawing, timeline, label, y + 4, span)
-    kinds = {event.action.kind for _, timeline in timelines for event in timeline.events}
+    kinds = {e.action.kind for _, timeline in timelines for e in (*timeline.events, *implied_receives(timeline))}
     x = 10.0
     for kind in (kind for kind in KINDS if kind in kinds):
         drawing.rect(x, y + 8, 11, 11, KINDS[kind])

@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+import re
+
 from pipepart.planning.describe import describe, format_seconds
 from pipepart.planning.plan import Plan
-from pipepart.schedule.gantt import GANTT_LEGEND, gantt
-from pipepart.schedule.timeline import Timeline
+from pipepart.report.messages import implied_receives
+from pipepart.schedule.gantt import gantt
+from pipepart.schedule.timeline import Event, Timeline
 
 __all__ = ["gantt_text", "plan_text"]
 
 _MARGIN = {False: len("stage  0  "), True: len("stage  0 chunk  0  ")}
+_CELL = re.compile("\x1b\\[[0-9]+m.\x1b\\[0m|.")
+_SIGNS = {"RECV": "<", "SEND": ">"}
+_COLOURS = {"RECV": "90", "SEND": "36"}
+_LEGEND = "0-9 forward, A-Z backward (or input half), a-z weight half, ~ reduce, > send, < receive, . idle"
 
 
 def gantt_text(timeline: Timeline, width: int = 100, *, color: bool = False) -> str:
     """A Gantt chart of letters for a terminal of that width, with its figures and legend below it."""
     several = any(len({event.action.chunk for event in mine}) > 1 for mine in timeline.compute)
-    chart = gantt(timeline, width=max(10, width - _MARGIN[several]), color=color)
+    margin = _MARGIN[several]
+    chart = gantt(timeline, width=max(10, width - margin), color=color)
+    chart = "\n".join(_with_messages(timeline, chart.splitlines(), margin, several, color))
     busy = ", ".join(f"{seconds / timeline.step_time:.0%}" for seconds in timeline.busy) if timeline.step_time else "-"
     figures = f"step {format_seconds(timeline.step_time)}, bubble {timeline.bubble:.1%}, busy by stage: {busy}"
-    return f"{chart}\n{figures}\n{GANTT_LEGEND}"
+    return f"{chart}\n{figures}\n{_LEGEND}"
+
+
+def _with_messages(timeline: Timeline, lines: list[str], margin: int, several: bool, color: bool) -> list[str]:
+    """Messages in the cells that are idle. Sends come last: where a stage does both, it is the send that it waits for."""
+    rows = {line[:margin].strip(): (line[:margin], _CELL.findall(line[margin:])) for line in lines}
+    messages = [event for event in (*timeline.events, *implied_receives(timeline)) if event.action.kind in _SIGNS]
+    for event in sorted(messages, key=lambda e: e.action.kind):
+        name = f"stage {event.stage:>2}" + (f" chunk {event.action.chunk:>2}" if several else "")
+        if name not in rows or not timeline.step_time:
+            continue
+        cells = rows[name][1]
+        sign = _SIGNS[event.action.kind]
+        sign = f"\x1b[{_COLOURS[event.action.kind]}m{sign}\x1b[0m" if color else sign
+        for column in _columns(event, timeline.step_time / len(cells), len(cells)):
+            if cells[column] == "." or _SIGNS["RECV"] in cells[column]:
+                cells[column] = sign
+    return [head + "".join(cells) for head, cells in rows.values()]
+
+
+def _columns(event: Event, unit: float, count: int) -> range:
+    """The columns in whose middle an event is under way."""
+    first = max(0, -int(-(event.start / unit - 0.5 + 1e-9) // 1))
+    return range(first, min(count, -int(-(event.end / unit - 0.5 - 1e-9) // 1)))
 
 
 def plan_text(plan: Plan, measured: Timeline | None = None, width: int = 100, *, color: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipepart.cost import OpCosts
 from pipepart.planning.plan import ChunkPlan, Plan, Traffic
-from pipepart.schedule import SCHEDULES, Timeline, make_schedule, simulate
+from pipepart.schedule import SCHEDULES, Action, Event, Timeline, make_schedule, simulate
 
 __all__ = ["costs_of", "gpt_graph", "jittered", "moved", "sample_plan"]
 
@@ -69,11 +69,33 @@ def sample_plan(
 
 
 def jittered(plan: Plan, seed: int = 1) -> Timeline:
-    """A step as it might be measured: every action takes its time, or up to a quarter more; no message is timed."""
+    """A step as it is measured: every action takes its time, or up to a quarter more.
+
+    A send lasts as long as handing over takes, a receive as long as its stage waits for it.
+    """
     draw = random.Random(seed)
     exact = simulate(plan.make_schedule(), plan.costs, plan.edges, scale=lambda action: draw.uniform(1.0, 1.25))
-    compute = [event for event in exact.events if event.action.kind in "FBIW"]
-    return Timeline.from_events(plan.stages, compute)
+    events = [event for event in exact.events if event.action.kind in "FBIW"]
+    arrivals: dict[tuple[str, int, int], list[Event]] = {}
+    for event in exact.events:
+        if event.action.kind == "SEND":
+            action = event.action
+            arrivals.setdefault((action.payload, action.peer, action.microbatch), []).append(event)
+            events.append(Event(event.stage, action, event.start, event.start + event.duration / 10))
+    for stage, mine in enumerate(exact.compute):
+        free = 0.0
+        for event in mine:
+            kind, chunk, k = (
+                ("B" if event.action.kind == "I" else event.action.kind),
+                event.action.chunk,
+                event.action.microbatch,
+            )
+            for sent in sorted(arrivals.get((kind, chunk, k), ()), key=lambda e: e.end):
+                receive = Action("RECV", chunk, k, sent.action.chunk, kind)
+                events.append(Event(stage, receive, free, max(free, sent.end)))
+                free = events[-1].end
+            free = event.end
+    return Timeline.from_events(plan.stages, events)
 
 
 def gpt_graph(layers: int = 4, odd_name: str | None = None) -> Any:

@@ -19,6 +19,7 @@ const answers = cases.map(({ schedule, options, costs, edges }) => {
     critical: pp.criticalPath(timeline).map((e) => [e.start, e.end]),
     shares: pp.stageShares(timeline).map((s) => Object.values(s).reduce((a, b) => a + b, 0)),
     flows: pp.flows(timeline).length,
+    receives: pp.impliedReceives(timeline).map((e) => [e.stage, pp.actionName(e), e.start, e.end]),
   };
 });
 process.stdout.write(JSON.stringify(answers));

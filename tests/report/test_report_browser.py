@@ -13,7 +13,8 @@ import pytest
 from report_samples import costs_of, gpt_graph, jittered, moved, sample_plan
 
 from pipepart.report import write_report
-from pipepart.schedule import make_schedule, simulate
+from pipepart.report.messages import flows, implied_receives
+from pipepart.schedule import Timeline, make_schedule, simulate
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:
@@ -87,6 +88,11 @@ class Opened:
             assert self.complaints == []
 
 
+def full(measured: Timeline, plan: Any) -> Timeline:
+    """A measured timeline with what the page knows about it from the plan."""
+    return dataclasses.replace(measured, edges=plan.edges)
+
+
 def labels_that_collide(page: Any) -> list[str]:
     """Texts of the charts that touch each other or leave the picture, and boxes of the graph that overlap."""
     return page.evaluate((Path(__file__).parent / "collisions.js").read_text())
@@ -129,18 +135,24 @@ def test_every_stage_and_every_action_is_there(browser, pages):
     measured = jittered(plan)
     with Opened(browser, pages["full"]) as page:
         for label, timeline in (("predicted", plan.timeline), ("measured", measured)):
+            expected = [*timeline.events, *implied_receives(timeline)]
             found = page.eval_on_selector_all(
                 f'#schedule [data-timeline="{label}"] .ev',
                 "all => all.map((e) => [Number(e.dataset.stage), e.dataset.action])",
             )
-            assert sorted(map(tuple, found)) == sorted((e.stage, str(e.action)) for e in timeline.events)
+            assert sorted(map(tuple, found)) == sorted((e.stage, str(e.action)) for e in expected)
         for stage in range(4):
             assert page.locator(f'#stages [data-stage="{stage}"]').count() == 2
             assert page.locator(f'#stages [data-memory="{stage}"] i').count() == 4
             assert page.locator(f'#overview .chunk[data-stage="{stage}"]').count() == 1
             assert page.locator(f'#schedule path[data-memory="{stage}"]').count() == 2
         assert page.locator("#schedule .ev.critical").count() > 8
-        assert page.locator("#schedule .flow").count() > 20
+        messages = [
+            len(flows(timeline, implied_receives(timeline))) for timeline in (plan.timeline, full(measured, plan))
+        ]
+        assert page.locator("#schedule .flow").count() == sum(messages)
+        for name in ("send (below)", "receive (above)", "idle", "critical path"):
+            assert name in page.inner_text("#schedule .legend")
         assert page.locator("[data-skip='0-2']").count() == 1
         page.click("#tried summary")
         assert page.locator("#tried tbody tr").count() == 2
@@ -228,6 +240,42 @@ def test_zoom_of_chart_and_graph(browser, pages):
         assert page.locator("#schedule .ev.critical").count() == 0
         page.uncheck("#gantt-memory")
         assert page.locator("#schedule path[data-memory]").count() == 0
+
+
+def pinch(page: Any, selector: str, apart: tuple[float, float]) -> None:
+    """Two fingers on an element, from one distance to another, as the browser gets them from a touch screen."""
+    page.locator(selector).scroll_into_view_if_needed()
+    box = page.locator(selector).bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + min(box["height"] / 2, 60)
+    touch = page.context.new_cdp_session(page)
+
+    def fingers(kind: str, distance: float | None) -> None:
+        points = (
+            [] if distance is None else [{"x": x + side * distance / 2, "y": y, "id": side + 1} for side in (-1, 1)]
+        )
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    fingers("touchStart", apart[0])
+    for part in range(1, 6):
+        fingers("touchMove", apart[0] + (apart[1] - apart[0]) * part / 5)
+    fingers("touchEnd", None)
+
+
+def test_pinch_zooms_chart_and_graph(browser, pages):
+    with Opened(browser, pages["full"], 400, touch=True) as page:
+        seen = lambda: page.evaluate("pipepart.mainGantt.to - pipepart.mainGantt.from")  # noqa: E731
+        middle = lambda: page.evaluate("(pipepart.mainGantt.to + pipepart.mainGantt.from) / 2")  # noqa: E731
+        whole, center = seen(), middle()
+        pinch(page, "#schedule svg.gantt", (60, 180))
+        assert seen() == pytest.approx(whole / 3, rel=0.1)
+        assert abs(middle() - center) < whole / 4  # what was between the fingers stays there
+        assert page.evaluate("visualViewport.scale") == 1  # the chart, not the page
+        pinch(page, "#schedule svg.gantt", (180, 60))
+        assert seen() == pytest.approx(whole, rel=0.1)
+        zoom = lambda: float(page.get_attribute("#graph svg.canvas", "data-zoom"))  # noqa: E731
+        before = zoom()
+        pinch(page, "#graph svg.canvas", (60, 120))
+        assert zoom() == pytest.approx(2 * before, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +369,7 @@ def test_large_graph_keeps_the_page_small(browser, tmp_path):
         for _ in range(6):
             page.click("#graph-more")
         assert int(page.get_attribute("#graph svg.canvas", "data-nodes")) <= 1500
-        actions = page.locator('#schedule [data-timeline="predicted"] .ev:not(.SEND)').count()
+        actions = page.locator('#schedule [data-timeline="predicted"] .ev:not(.SEND):not(.RECV)').count()
         assert actions == 2 * 16 * 64
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -25,6 +26,7 @@ from pipepart.report import (
     view,
     write_perfetto,
 )
+from pipepart.report.messages import flows, implied_receives
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools import visualize
@@ -90,8 +92,12 @@ def test_perfetto_trace_is_sound(tmp_path, schedule, chunks):
     check_trace(document)
     events = document["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
-    assert len(slices) == len(plan.timeline.events) + len(jittered(plan).events)
-    starts = [e for e in events if e["ph"] == "s"]
+    received = len(implied_receives(plan.timeline))
+    assert len(slices) == len(plan.timeline.events) + received + len(jittered(plan).events)
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    starts, ends = ([e for e in events if e["ph"] == phase] for phase in "sf")
+    assert {names[e["pid"], e["tid"]].split()[0] for e in starts} == {"send"}
+    assert {names[e["pid"], e["tid"]].split()[0] for e in ends if e["pid"] < 4} == {"receive"}
     crossing = [(a, b) for a, b in plan.edges.forward if plan.placement[a] != plan.placement[b]]
     measured_pairs = sum(1 for c in range(len(plan.placement) - 1) if plan.placement[c] != plan.placement[c + 1])
     assert len(starts) == 6 * 2 * (len(crossing) + measured_pairs)
@@ -123,6 +129,8 @@ def test_check_trace_finds_faults(tmp_path):
         check_trace(broken("f", pid=99))
     with pytest.raises(PlanError, match="unknown phase"):
         check_trace(broken("X", ph="Q"))
+    with pytest.raises(PlanError, match="slices cross"):
+        check_trace(broken("X", dur=next(e["dur"] for e in good["traceEvents"] if e["ph"] == "X") * 1.5))
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -134,8 +142,12 @@ def test_svg_is_standalone_and_complete(theme):
     words = [element.text for element in root.iter(f"{space}text")]
     assert "<GPT> & friends" in words
     assert {f"stage {n}" for n in range(4)} <= set(words)
+    assert {"send", "receive"} <= set(words)
     rects = len(list(root.iter(f"{space}rect")))
-    assert rects > len(plan.timeline.events) + len(jittered(plan).events)
+    received = implied_receives(plan.timeline)
+    assert rects > len(plan.timeline.events) + len(received) + len(jittered(plan).events)
+    arrows = [path for path in root.iter(f"{space}path") if path.get("opacity")]
+    assert len(arrows) == len(flows(plan.timeline, received)) + len(flows(jittered(plan)))
     width = float(root.get("width"))
     for rect in root.iter(f"{space}rect"):
         assert float(rect.get("x", 0)) + float(rect.get("width")) <= width + 0.1
@@ -154,6 +166,11 @@ def test_terminal_chart():
     assert all(len(line) <= 100 for line in lines[:4])
     assert lines[0].startswith("stage  0  0")
     assert "bubble" in lines[4]
+    assert "<" in lines[1]
+    assert ">" in lines[1]
+    assert "> send, < receive" in lines[5]
+    plain = re.sub("\x1b\\[[0-9]+m", "", gantt_text(plan.timeline, 100, color=True))
+    assert plain.splitlines() == lines
     text = plan_text(plan, jittered(plan), 90)
     assert "measured (prediction -" in text
     assert text.count("stage  3  ") == 2

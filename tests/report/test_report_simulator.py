@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipepart.report.messages import flows, implied_receives
 from pipepart.report.page import SCRIPTS
 from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Timeline, make_schedule, simulate
 
@@ -88,6 +89,9 @@ def test_agrees_with_python_on_random_plans():
         assert [event[:2] for event in found] == [event[:2] for event in expected]
         for mine, other in zip(found, expected):
             assert mine[2:] == pytest.approx(other[2:], abs=1e-9, rel=0), mine
+        received = [(e.stage, str(e.action)) for e in implied_receives(timeline)]
+        assert sorted((stage, name) for stage, name, _, _ in answer["receives"]) == sorted(received)
+        assert answer["flows"] == len(flows(timeline))
         assert answer["step"] == pytest.approx(timeline.step_time, abs=1e-9)
         assert answer["bubble"] == pytest.approx(timeline.bubble, abs=1e-9)
         assert answer["peaks"] == pytest.approx(list(timeline.peak_activations), abs=1e-9)

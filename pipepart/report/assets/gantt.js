@@ -1,9 +1,9 @@
-// Timelines as Gantt charts, one above the other on the same scale: actions, messages, idle time, the critical path
-// and live activations. Only what is in sight is drawn; what is narrower than a hair is merged with its neighbours.
+// Timelines as Gantt charts, one above the other on the same scale: actions, idle time, the critical path, live
+// activations, and messages: receives above the compute of a stage, sends below it, arrows from one to the other. Only what is in sight is drawn; what is narrower than a hair is merged with its neighbours.
 (function (pp) {
   "use strict";
   const { h, s } = pp;
-  const MANY = 6000, ARROWS = 500;
+  const MANY = 6000, ARROWS = 500, STRIP = 4, GAP = 5;
 
   function niceStep(span, count) {
     const raw = span / Math.max(1, count), power = Math.pow(10, Math.floor(Math.log10(raw)));
@@ -32,10 +32,11 @@
 
     setTimelines(timelines) {
       this.parts = timelines.map(({ label, timeline }) => {
-        const critical = new Set(pp.criticalPath(timeline)), flows = pp.flows(timeline), near = new Map();
+        const receives = pp.impliedReceives(timeline), events = [...timeline.events, ...receives];
+        const critical = new Set(pp.criticalPath(timeline)), flows = pp.flows(timeline, receives), near = new Map();
         const add = (e, flow) => (near.get(e) || near.set(e, []).get(e)).push(flow);
-        for (const flow of flows) { add(flow[0], flow); add(flow[1], flow); if (flow[2]) add(flow[2], flow); }
-        return { label, timeline, critical, flows, near, curves: pp.memoryCurves(timeline) };
+        for (const flow of flows) for (const e of flow) if (e) add(e, flow);
+        return { label, timeline, events, critical, flows, near, curves: pp.memoryCurves(timeline) };
       });
       this.whole = Math.max(1e-12, ...this.parts.map((p) => p.timeline.stepTime));
       this.from = 0;
@@ -102,7 +103,7 @@
       if (!drawn) { pp.hideTip(); this.mark(null); return; }
       const { event: e, part, count } = drawn;
       const kind = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient", SEND: "send", RECV: "receive", REDUCE: "reduce" }[e.kind];
-      const where = e.kind === "SEND" ? `chunk ${e.chunk} to chunk ${e.peer}` : `chunk ${e.chunk}`;
+      const where = e.kind === "SEND" ? `chunk ${e.chunk} to chunk ${e.peer}` : e.kind === "RECV" ? `chunk ${e.chunk} from chunk ${e.peer}` : `chunk ${e.chunk}`;
       const text = count > 1
         ? `${count} actions on stage ${e.stage}; zoom in to see them`
         : `${kind}, micro-batch ${e.k}\nstage ${e.stage}, ${where}, ${part.label}\n${pp.seconds(e.start)} to ${pp.seconds(e.end)}: ${pp.seconds(e.end - e.start)}${part.critical.has(e) ? "\non the critical path" : ""}`;
@@ -137,8 +138,8 @@
         y += 20;
         part.rows = [];
         for (let stage = 0; stage < part.timeline.stages; stage++) {
-          part.rows.push(y);
-          y += this.lane + 5 + 5;
+          part.rows.push(y + STRIP);
+          y += this.lane + 2 * STRIP + GAP;
         }
         part.memory = null;
         if (this.options.memory) {
@@ -234,11 +235,11 @@
 
     events(part) {
       const group = s("g", { "data-timeline": part.label }), visible = [];
-      for (const e of part.timeline.events) if (e.end >= this.from && e.start <= this.to) visible.push(e);
+      for (const e of part.events) if (e.end >= this.from && e.start <= this.to) visible.push(e);
       const merge = visible.length > MANY, open = new Map();
       for (const e of visible) {
         const compute = pp.COMPUTE.has(e.kind), x = this.x(e.start), width = Math.max(0.4, this.x(e.end) - x);
-        const y = part.rows[e.stage] + (compute ? 0 : this.lane), height = compute ? this.lane : 5;
+        const y = part.rows[e.stage] + (compute ? 0 : e.kind === "RECV" ? -STRIP : this.lane), height = compute ? this.lane : STRIP;
         if (merge && width < 1.2) {
           const key = `${e.stage} ${e.kind}`, last = open.get(key);
           if (last && x - last.right < 1) {
@@ -283,12 +284,13 @@
       return group;
     }
 
-    arrow(part, [from, to, send], kind) {
-      const y1 = part.rows[from.stage] + this.lane / 2, y2 = part.rows[to.stage] + this.lane / 2;
-      const down = y2 > y1, x1 = this.x(from.end), x2 = this.x(send ? send.end : to.start), wait = this.x(to.start);
-      const top = y1 + (down ? this.lane / 2 : -this.lane / 2), bottom = y2 + (down ? -this.lane / 2 : this.lane / 2 + 5);
-      const middle = (top + bottom) / 2;
-      return s("path", { class: `flow ${kind}`, "marker-end": "url(#arrow)", d: `M${x1.toFixed(1)} ${top}C${x1.toFixed(1)} ${middle} ${x2.toFixed(1)} ${middle} ${Math.min(wait, Math.max(x2, x1)).toFixed(1)} ${bottom}` });
+    /** From where a message leaves (its send, or the end of what made it) to where it is there (the end of its receive). */
+    arrow(part, [from, to, send, receive], kind) {
+      const down = to.stage > from.stage, edge = (stage, below) => part.rows[stage] + (below ? this.lane + STRIP : -STRIP);
+      const left = send ? send.start : from.end, there = receive && receive.end > receive.start ? receive.end : to.start;
+      const x1 = this.x(left).toFixed(1), x2 = this.x(Math.max(left, there)).toFixed(1);
+      const y1 = edge(from.stage, down), y2 = edge(to.stage, !down), middle = (y1 + y2) / 2;
+      return s("path", { class: `flow ${kind}`, "marker-end": "url(#arrow)", d: `M${x1} ${y1}C${x1} ${middle} ${x2} ${middle} ${x2} ${y2}` });
     }
   }
 
@@ -296,9 +298,10 @@
 
   pp.renderSchedule = function (root, timelines) {
     const kinds = new Set(timelines.flatMap(({ timeline }) => timeline.events.map((e) => e.kind)));
-    const names = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient", SEND: "message under way", RECV: "waiting to receive", REDUCE: "gradient sum" };
+    if (kinds.has("SEND")) kinds.add("RECV");
+    const names = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient", SEND: "send (below)", RECV: "receive (above)", REDUCE: "gradient sum" };
     root.append(h("h2", {}, "Schedule"),
-      h("p", { class: "note" }, "Numbers are micro-batches. Drag to move; zoom with the buttons, a pinch, a double click or Ctrl and the wheel."),
+      h("p", { class: "note" }, "Numbers are micro-batches; arrows lead from a send to its receive. Drag to move; zoom with the buttons, a pinch, a double click or Ctrl and the wheel."),
       pp.legend([...Object.keys(names).filter((k) => kinds.has(k)).map((k) => [`var(--${k})`, names[k]]), ["", "idle", "hatched"], ["var(--critical)", "critical path"]]));
     const stages = Math.max(...timelines.map(({ timeline }) => timeline.stages));
     pp.mainGantt = new Gantt(root, timelines, { memory: stages <= 8, id: "gantt" });

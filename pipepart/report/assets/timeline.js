@@ -84,16 +84,19 @@
     return merged;
   }
 
+  /** Receives that a simulated timeline does not spell out: a message comes in while it is on its link. */
+  pp.impliedReceives = function ({ events, placement }) {
+    if (events.some((e) => e.kind === "RECV")) return [];
+    return events.filter((e) => e.kind === "SEND" && placement[e.peer] !== undefined).map((e) => ({
+      stage: placement[e.peer], kind: "RECV", chunk: e.peer, k: e.k, peer: e.chunk, payload: e.payload, start: e.start, end: e.end,
+    }));
+  };
+
   /** Per stage: seconds of each kind of compute, of waiting while a message for or from the stage is on its way, of idling. */
   pp.stageShares = function (timeline) {
     const spans = Array.from({ length: timeline.stages }, () => []);
-    for (const e of timeline.events) {
-      if (e.kind === "SEND") {
-        const there = timeline.placement[e.peer];
-        if (there !== undefined) spans[there].push([e.start, e.end]);
-        spans[e.stage].push([e.start, e.end]);
-      } else if (e.kind === "RECV" || e.kind === "REDUCE") spans[e.stage].push([e.start, e.end]);
-    }
+    for (const e of [...timeline.events, ...pp.impliedReceives(timeline)])
+      if (!COMPUTE.has(e.kind)) spans[e.stage].push([e.start, e.end]);
     return timeline.compute.map((mine, stage) => {
       const shares = { F: 0, B: 0, I: 0, W: 0, communication: 0, idle: 0 };
       for (const e of mine) shares[e.kind] += e.end - e.start;
@@ -113,13 +116,14 @@
     });
   };
 
-  /** Every pair of compute events joined by a message between stages: [producer, consumer, send event or null]. */
-  pp.flows = function (timeline) {
-    const done = new Map(), sent = new Map();
+  /** Every message between stages: [producer, consumer, its send or null, its receive or null]; receives adds to the events. */
+  pp.flows = function (timeline, receives = []) {
+    const done = new Map(), sent = new Map(), received = new Map();
     const key = (kind, chunk, k) => `${kind === "I" ? "B" : kind} ${chunk} ${k}`;
-    for (const e of timeline.events) {
+    for (const e of [...timeline.events, ...receives]) {
       if (COMPUTE.has(e.kind)) done.set(key(e.kind, e.chunk, e.k), e);
       else if (e.kind === "SEND") sent.set(`${e.payload} ${e.chunk} ${e.peer} ${e.k}`, e);
+      else if (e.kind === "RECV") received.set(`${e.payload} ${e.peer} ${e.chunk} ${e.k}`, e);
     }
     const sources = new Map(), targets = new Map();
     const add = (map, at, value) => (map.get(at) || map.set(at, []).get(at)).push(value);
@@ -130,7 +134,8 @@
       const others = e.kind === "F" ? sources.get(e.chunk) : e.kind === "W" ? [] : targets.get(e.chunk);
       for (const other of others || []) {
         const payload = e.kind === "F" ? "F" : "B", from = done.get(key(payload, other, e.k));
-        if (from && from.stage !== e.stage) found.push([from, e, sent.get(`${payload} ${other} ${e.chunk} ${e.k}`) || null]);
+        const message = `${payload} ${other} ${e.chunk} ${e.k}`;
+        if (from && from.stage !== e.stage) found.push([from, e, sent.get(message) || null, received.get(message) || null]);
       }
     }
     return found;
@@ -169,8 +174,9 @@
       while (at >= 0 && lane[at] === e) at--;
       return at >= 0 ? lane[at] : null;
     };
+    // A measured send may end after its message was used: then it is its producer that was waited for.
     const produced = (payload, source, target, k) =>
-      sent.get(`${payload} ${source} ${target} ${k}`) || computed.get(`${payload} ${source} ${k}`);
+      [sent.get(`${payload} ${source} ${target} ${k}`), computed.get(`${payload} ${source} ${k}`)];
     const waitedFor = (e) => {
       if (e.kind === "SEND")
         return [computed.get(`${e.payload} ${e.chunk} ${e.k}`), before(`out ${e.stage}`, e), before(`in ${home[e.peer]}`, e)];
@@ -180,9 +186,9 @@
         return own.concat(timeline.compute.map((_, stage) => before(`compute ${stage}`, e)));
       }
       const same = before(`compute ${e.stage}`, e);
-      if (e.kind === "F") return [same, ...(sources.get(e.chunk) || []).map((s) => produced("F", s, e.chunk, e.k))];
+      if (e.kind === "F") return [same, ...(sources.get(e.chunk) || []).flatMap((s) => produced("F", s, e.chunk, e.k))];
       if (e.kind === "W") return [same, computed.get(`B ${e.chunk} ${e.k}`)];
-      return [same, computed.get(`F ${e.chunk} ${e.k}`), ...(targets.get(e.chunk) || []).map((t) => produced("B", t, e.chunk, e.k))];
+      return [same, computed.get(`F ${e.chunk} ${e.k}`), ...(targets.get(e.chunk) || []).flatMap((t) => produced("B", t, e.chunk, e.k))];
     };
     let event = events[0];
     for (const e of events) if (e.end > event.end || (e.end === event.end && e.start > event.start)) event = e;
