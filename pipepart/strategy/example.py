@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ __all__ = ["first_batch", "open_loader", "reopen"]
 
 def open_loader(trainer: Trainer) -> Any:
     """The loader that the trainer is about to run. Every rank must call it (Lightning waits for all)."""
-    if trainer.state.fn == TrainerFn.FITTING:
-        trainer.fit_loop.setup_data()
-        return trainer.fit_loop._combined_loader
-    loop: Any = trainer._active_loop
+    loop: Any = trainer.fit_loop if trainer.state.fn == TrainerFn.FITTING else trainer._active_loop
     loop.setup_data()
-    return loop._combined_loader
+    loader = loop._combined_loader
+    if loader is None or not loader.flattened:
+        raise PlanError(
+            "there is no data to plan with: this run has no loader, or a limit of 0 batches. Give the strategy an example_batch."
+        )
+    return loader
 
 
 def reopen(trainer: Trainer) -> None:
@@ -40,14 +43,13 @@ def reopen(trainer: Trainer) -> None:
 def first_batch(trainer: Trainer, loader: Any) -> Any:
     """The first batch of a loader, as the step will get it.
 
-    Random states (global ones, and the generators of loaders and samplers) are put back. A dataset that cannot be
+    Random states (global ones, and the generators of loaders and samplers) and the places of loaders that know theirs
+    (`state_dict`, `load_state_dict`) are put back. A dataset that cannot be
     iterated twice loses the batch; such a run gives `example_batch` to the strategy instead.
     """
-    if loader is None or not loader.flattened:
-        raise PlanError("there is no data to plan with: this run has no loader")
     # Training takes one batch of every loader at once, evaluation one loader after the other.
     fitting = trainer.state.fn == TrainerFn.FITTING
-    with isolate_rng(), _generators_kept(loader.flattened):
+    with isolate_rng(), _generators_kept(loader.flattened), _places_kept(loader.flattened):
         found = [next(iter(unwrapped(one)), None) for one in (loader.flattened if fitting else loader.flattened[:1])]
     if any(batch is None for batch in found):
         raise PlanError("a loader of this run gave no batch; planning needs one to know the shapes")
@@ -60,6 +62,18 @@ def prepare(trainer: Trainer, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+@contextmanager
+def _places_kept(loaders: list[Any]) -> Iterator[None]:
+    own = [unwrapped(loader) for loader in loaders]
+    stateful = [one for one in own if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
+    states = [(loader, deepcopy(loader.state_dict())) for loader in stateful]
+    try:
+        yield
+    finally:
+        for loader, state in states:
+            loader.load_state_dict(state)
 
 
 @contextmanager

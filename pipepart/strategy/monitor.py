@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import statistics
 import sys
@@ -14,17 +15,21 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils._pytree import tree_leaves
 
-from pipepart.errors import ConfigError
+from pipepart.errors import ConfigError, PlanError
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import plan_figures, step_figures
 from pipepart.report.tracking import log_files
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.microbatch import batch_size_of
 from pipepart.strategy.console import tell
 from pipepart.strategy.pipeline_strategy import PipelineStrategy
 
 __all__ = ["PipelineMonitor"]
+
+_log = logging.getLogger("pipepart.report")  # apart, for programs that say themselves where their files are
 
 
 class PipelineMonitor(Callback):
@@ -36,15 +41,24 @@ class PipelineMonitor(Callback):
 
     All loggers of the trainer get the same figures, on rank 0. At the end `plan.json`, `graph.json`, `trace.json` and
     `report.html` are in `folder` (by default the trainer's log directory); Weights & Biases has them as artifacts and
-    the page as a panel. A logger that fails is warned about once, and the run goes on without it.
+    the page as a panel. A logger that fails is warned about once, and the run goes on without it. `title` is that of
+    the page (by default the name of the module's class).
     """
 
-    def __init__(self, every_n_steps: int | None = None, folder: str | Path | None = None, report: bool = True) -> None:
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        folder: str | Path | None = None,
+        report: bool = True,
+        title: str | None = None,
+    ) -> None:
         if every_n_steps is not None and (isinstance(every_n_steps, bool) or every_n_steps < 1):
             raise ConfigError(f"PipelineMonitor: every_n_steps must be at least 1 or None, got {every_n_steps!r}")
-        self._every_given, self._folder_given, self._report = every_n_steps, folder, report
+        self._every_given, self._folder_given, self._report, self._title = every_n_steps, folder, report, title
+        self.files: dict[str, Path] = {}
+        """What was written, by name (rank 0)."""
         self._every = 0
-        self._batch = 0
+        self._batch = self._samples = 0
         self._seen_steps = 0
         self._norm: float | None = None
         self._folder = Path()
@@ -60,7 +74,7 @@ class PipelineMonitor(Callback):
             tell(f"pipepart: PipelineMonitor has nothing to record under {type(strategy).__name__}")
             return
         self._every = self._every_given or max(1, int(getattr(trainer, "log_every_n_steps", 0) or 50))
-        self._batch, self._seen_steps, self._norm = 0, len(strategy.step_times), None
+        self._batch, self._samples, self._seen_steps, self._norm = 0, 0, len(strategy.step_times), None
         place = trainer.log_dir  # asks all ranks
         self._folder = Path(self._folder_given or place or trainer.default_root_dir)
         self._untrace = _trace_when(strategy.runtime, lambda: self._due)
@@ -84,17 +98,22 @@ class PipelineMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._due:
+        if not self._every:
             return
         strategy = trainer.strategy
         assert isinstance(strategy, PipelineStrategy)
         runtime = strategy.runtime
+        self._samples += _samples_of(batch, strategy.plan.batch_size)
+        if not self._due:
+            return
+        samples, self._samples = _in_all_replicas(runtime, self._samples), 0
         memory = _memory_by_stage(runtime)
         if not trainer.is_global_zero:
             return
         figures = step_figures(
             strategy.plan,
             strategy.step_times[self._seen_steps :],
+            samples=samples,
             timeline=runtime.timeline,
             memory=memory,
             gradient_norm=self._norm,
@@ -120,6 +139,7 @@ class PipelineMonitor(Callback):
         if self._report:
             self._folder.mkdir(parents=True, exist_ok=True)
             files = {"plan.json": self._folder / "plan.json", "graph.json": self._folder / "graph.json"}
+            self.files.update(files)
             plan.save(files["plan.json"])
             save_graph(files["graph.json"], strategy.runtime.graph, strategy.runtime.costs)
 
@@ -146,7 +166,7 @@ class PipelineMonitor(Callback):
             costs=strategy.runtime.costs,
             measured=timeline,
             measured_step=statistics.median(steps[3:] or steps) if steps else None,
-            title=type(trainer.lightning_module).__name__,
+            title=self._title or type(trainer.lightning_module).__name__,
         )
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
@@ -154,7 +174,8 @@ class PipelineMonitor(Callback):
                     logger,
                     lambda logger=logger: log_files(logger, f"report-{plan.hash}", "report", files, plan_figures(plan)),  # type: ignore[misc]
                 )
-        tell(f"pipepart: report {files['report.html']}")
+        self.files.update(files)
+        _log.info(f"pipepart: report {files['report.html']}")
 
     def _try(self, logger: Logger, action: Callable[[], None]) -> None:
         """Tracking must not end a run: a logger that fails is left alone from then on."""
@@ -176,6 +197,25 @@ def _trace_when(runtime: StageRuntime, due: Callable[[], bool]) -> Callable[[], 
 
     runtime.train = train  # type: ignore[method-assign]
     return lambda: vars(runtime).pop("train", None)
+
+
+def _samples_of(batch: Any, otherwise: int) -> int:
+    """How many samples a batch has: the last one of an epoch may be smaller than what was planned for."""
+    try:
+        return batch_size_of(tree_leaves(batch))
+    except PlanError:  # no tensor in it: made on the stage
+        return otherwise
+
+
+def _in_all_replicas(runtime: StageRuntime, samples: int) -> int:
+    """The samples that all replicas have trained on; right on the first stages, which read the data."""
+    groups = runtime.groups
+    if groups is None or groups.copies is None or groups.stage != 0:
+        return samples
+    total = torch.tensor(float(samples), device=runtime.device)
+    with guarded(groups):
+        dist.all_reduce(total, group=groups.copies)
+    return int(total)
 
 
 @torch.no_grad()

@@ -86,9 +86,34 @@ class ManyVariants(Boring):
         return loss * 2 if self.global_step == 3 else loss
 
 
-class Unbuilt(Boring):
+class Scale(torch.nn.Module):
+    """Has values that only its constructor knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Unfilled(Boring):
     def configure_model(self):
         with torch.device("meta"):
+            self.layer[1] = Scale()
+
+
+class EmptyMetric(Boring):
+    def configure_model(self):
+        from torchmetrics import MeanMetric
+
+        with torch.device("meta"):
+            self.mean = MeanMetric()
+
+
+class DifferentlyEmpty(Boring):
+    def configure_model(self):
+        with torch.device("meta" if torch.distributed.get_rank() else "cpu"):
             self.layer[0] = torch.nn.Linear(32, 32)
 
 
@@ -132,7 +157,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "list": (Popping, {}, "on self.queue: of what is done to lists"),
     "metric decides": (DecidingByMetric, {}, "decides by it"),
     "metric in the loss": (ComputingWithMetric, {}, "computes with the value of metric train_accuracy"),
-    "meta": (Unbuilt, {}, "has 2 parameters or buffers on the meta device, such as layer.0.weight"),
+    "unfilled": (Unfilled, {}, "nothing fills them, such as layer.1.scale: Scale has no reset_parameters() that does"),
+    "metric on meta": (EmptyMetric, {}, "the metric mean (MeanMetric) was built on the meta device"),
+    "meta on one rank": (DifferentlyEmpty, {}, "with different parts on the meta device"),
+    "no batches": (Boring, {"limit_train_batches": 0}, "there is no data to plan with"),
     "no loss": (NoLoss, {}, "returned no loss"),
     "last stage": (RankFailure, {}, "7"),
 }
