@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx as fx
 
-__all__ = ["Fact", "autocast_state", "reached", "storage_of", "user_line", "version_of"]
+__all__ = ["Fact", "autocast_state", "outside_rng", "reached", "storage_of", "user_line", "version_of"]
 
 
 @dataclass
@@ -61,6 +63,13 @@ def autocast_state() -> tuple[Any, ...]:
     return tuple(
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
+
+
+def outside_rng() -> tuple[Any, ...]:
+    """The states of the random numbers that torch does not know: Python's and numpy's."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, *rest = numpy_state
+    return random.getstate(), name, keys.tobytes(), position, tuple(rest)
 
 
 _TORCH = str(torch.__path__[0])

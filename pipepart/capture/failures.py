@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipepart.errors import CaptureError
 
-__all__ = ["DataDependent", "NotRecordable", "Unsettled"]
+__all__ = ["DataDependent", "DrawsOutside", "NotRecordable", "Unsettled"]
 
 
 class NotRecordable(CaptureError):
@@ -13,6 +13,10 @@ class NotRecordable(CaptureError):
 
 class DataDependent(NotRecordable):
     """Python control flow (or a Python number) that depends on the contents of a tensor."""
+
+
+class DrawsOutside(NotRecordable):
+    """Random numbers of Python or numpy: they are not in the graph. Which module draws them is found by a second run."""
 
 
 class Unsettled(NotRecordable):

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 
 from pipepart.capture import intrinsics, ops, state
 from pipepart.capture.arguments import tensors_in, unwrap
 from pipepart.capture.checkpoints import Checkpoint, settings_of
-from pipepart.capture.failures import NotRecordable, Unsettled
+from pipepart.capture.facts import outside_rng
+from pipepart.capture.failures import DrawsOutside, NotRecordable, Unsettled
 from pipepart.capture.recorder import Recorder
 from pipepart.capture.state import Attributes
 from pipepart.capture.symbols import is_tracked
 
-__all__ = ["is_metric", "is_torch_leaf", "keep_attributes", "outside_rng", "recording_patches"]
+__all__ = ["is_metric", "is_torch_leaf", "keep_attributes", "recording_patches"]
 
 functorch_apis: Any = importlib.import_module("torch._functorch.apis")
 checkpointing: Any = importlib.import_module("torch.utils.checkpoint")
@@ -48,8 +47,18 @@ _OPEN = (
 
 def is_metric(module: nn.Module) -> bool:
     """Whether a module is a torchmetrics metric (known by its shape: torchmetrics is not imported)."""
-    return all(hasattr(type(module), name) for name in ("update", "compute", "reset")) and any(
-        kind.__module__.startswith("torchmetrics") for kind in type(module).__mro__
+    kind = type(module)
+    if kind not in _metrics:
+        _metrics[kind] = _is_metric_class(kind)
+    return _metrics[kind]
+
+
+_metrics: dict[type, bool] = {}
+
+
+def _is_metric_class(kind: type) -> bool:
+    return all(hasattr(kind, name) for name in ("update", "compute", "reset")) and any(
+        base.__module__.startswith("torchmetrics") for base in kind.__mro__
     )
 
 
@@ -95,13 +104,6 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
         )
 
 
-def outside_rng() -> tuple[Any, ...]:
-    """The states of the random numbers that torch does not know."""
-    numpy_state: Any = np.random.get_state(legacy=True)
-    name, keys, position, *rest = numpy_state
-    return random.getstate(), name, keys.tobytes(), position, tuple(rest)
-
-
 def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not recorder.recording or recorder.frames:
         return original(module, *unwrap(args), **unwrap(kwargs))
@@ -118,16 +120,15 @@ def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any
                 args,
                 kwargs,
                 prefix=name,
-                own=list(module.buffers()),
+                own=_buffers(module),
                 stateful=is_metric(module),
                 random=_draws(module),
             )
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise NotRecordable(f"module {name!r} has a backward hook and consists of several ops")
-        drawn = outside_rng()
         out = original(module, *args, **kwargs)
-        if outside_rng() != drawn:
-            raise NotRecordable(f"module {name!r} draws random numbers outside torch (Python's random or numpy)")
+        if recorder.watching and outside_rng() != recorder.drawn:
+            raise DrawsOutside(f"module {name!r} draws random numbers outside torch (Python's random or numpy)")
         return out
     except BaseException:
         if recorder.failed_in is None:
@@ -137,10 +138,17 @@ def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any
         recorder.stack.pop()
 
 
+def _buffers(module: nn.Module) -> list[torch.Tensor]:
+    if module._modules:
+        return list(module.buffers())
+    return [buffer for buffer in module._buffers.values() if buffer is not None]
+
+
 def _draws(module: nn.Module) -> bool:
-    return any(
-        isinstance(part, ops.RANDOM_MODULES) and part.training and getattr(part, "p", 1) for part in module.modules()
-    ) or (isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.training and bool(module.dropout))
+    parts = module.modules() if module._modules else (module,)
+    return any(isinstance(part, ops.RANDOM_MODULES) and part.training and getattr(part, "p", 1) for part in parts) or (
+        isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.training and bool(module.dropout)
+    )
 
 
 def _metric_method(recorder: Recorder, module: nn.Module, name: str) -> Any:

@@ -15,7 +15,7 @@ import torch.nn as nn
 from pipepart.capture import state, trees, variants
 from pipepart.capture.annotate import annotate
 from pipepart.capture.explain import put_back
-from pipepart.capture.failures import DataDependent, NotRecordable, Unsettled
+from pipepart.capture.failures import DataDependent, DrawsOutside, NotRecordable, Unsettled
 from pipepart.capture.recording import ANY, Input, LogCall, Recording
 from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, copy_leaf, eager, keep_whole, run_once, settle
 from pipepart.capture.simplify import simplify
@@ -86,6 +86,7 @@ def record_call(call: Call) -> Recording:
     """Record a call; modules that resist are kept whole, one by one, before giving up."""
     state.refuse_wrapped(call.root)
     with ExitStack() as stack:
+        stack.enter_context(state.no_collection())
         mode = stack.enter_context(state.stand_ins(call.root)) if state.is_abstract(call.root) else None
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode) for leaf in call.leaves]
@@ -155,6 +156,9 @@ def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settin
         if isinstance(error, Unsettled) and not settings.settled:
             settings.settled = True
             settle(call, leaves, mode)
+            raise Retry from None
+        if isinstance(error, DrawsOutside) and not settings.watching:
+            settings.watching = True
             raise Retry from None
         for path in reversed(failed.modules):
             if path and keep_whole(call.root, path, settings, text):

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from pipepart.capture import intrinsics, ops
 from pipepart.capture.arguments import has_tensor, tensors_in, unwrap
-from pipepart.capture.facts import reached, storage_of, version_of
-from pipepart.capture.failures import DataDependent, NotRecordable
+from pipepart.capture.facts import outside_rng, reached, storage_of, version_of
+from pipepart.capture.failures import DataDependent, DrawsOutside, NotRecordable
 from pipepart.capture.graph_recorder import GraphRecorder, unseen
 from pipepart.capture.naming import name_of
 
@@ -54,6 +54,8 @@ class Recorder(GraphRecorder):
         self.frames: list[_Frame] = []
         self.recording = True
         self.failed_in: list[str] | None = None
+        self.watching = False  # whether each module is asked if it draws random numbers outside torch
+        self.drawn: Any = None  # the state of those random numbers, as far as ops that are kept whole account for it
         self.notes: list[str] = []
 
     # ---------------------------------------------------------------- calls
@@ -127,6 +129,8 @@ class Recorder(GraphRecorder):
         inputs = tensors_in((args, kwargs))
         node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs))
         state = own or []
+        if self._draws_outside():
+            raise DrawsOutside(f"random numbers outside torch (Python's random or numpy) are drawn in {self.here()}")
         self.frames.append(_Frame({id(t) for t in inputs}, prefix))
         try:
             before = self._before(inputs)
@@ -135,12 +139,18 @@ class Recorder(GraphRecorder):
             changed = any(version_of(t) != v for t, v in zip(state, versions))
         finally:
             self.frames.pop()
+        random = self._draws_outside() or random
         node = self.make(op, target, tuple(lead) + node_args, node_kwargs)
         self.facts[node].stateful, self.facts[node].random = changed or stateful, random
         self._finish(node, inputs, before, out)
         return out
 
     # ---------------------------------------------------------------- parts of a call
+
+    def _draws_outside(self) -> bool:
+        """Whether random numbers outside torch were drawn since this was last asked (if modules are watched)."""
+        before, self.drawn = self.drawn, outside_rng() if self.watching else self.drawn
+        return bool(before != self.drawn)
 
     def _rng(self) -> bytes:
         """The state of torch's random numbers; fake tensors draw none."""

@@ -14,9 +14,9 @@ import torch.nn as nn
 
 from pipepart.capture import state, symbols, trees
 from pipepart.capture.arguments import holds_tensors
-from pipepart.capture.facts import Fact
-from pipepart.capture.failures import NotRecordable
-from pipepart.capture.patches import keep_attributes, outside_rng, recording_patches
+from pipepart.capture.facts import Fact, outside_rng
+from pipepart.capture.failures import DrawsOutside
+from pipepart.capture.patches import keep_attributes, recording_patches
 from pipepart.capture.recorder import Recorder, RecordMode
 from pipepart.capture.recording import Input
 
@@ -65,6 +65,7 @@ class Settings:
     guards: bool = False
     compiling: bool = False
     settled: bool = False
+    watching: bool = False
     history: list[str] = field(default_factory=list)
 
 
@@ -139,10 +140,11 @@ def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settin
             values.append(value)
         try:
             with recording_patches(recorder, settings.compiling), RecordMode(recorder):
-                drawn, attributes = outside_rng(), state.Attributes(call.root)
+                recorder.watching, recorder.drawn = settings.watching, outside_rng()
+                attributes = state.Attributes(call.root)
                 result, logs = call.run(values)
-                if outside_rng() != drawn:
-                    raise NotRecordable("the model draws random numbers outside torch (Python's random or numpy)")
+                if outside_rng() != recorder.drawn:
+                    raise DrawsOutside("the model draws random numbers outside torch (Python's random or numpy)")
                 keep_attributes(recorder, attributes)
                 outputs, tree = trees.flatten(result)
                 count = len(outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections.abc import Iterator
@@ -15,7 +16,17 @@ import torch.nn as nn
 
 from pipepart.errors import CaptureError
 
-__all__ = ["Attributes", "Names", "is_abstract", "is_plain", "names_of", "preserved", "refuse_wrapped", "stand_ins"]
+__all__ = [
+    "Attributes",
+    "Names",
+    "is_abstract",
+    "is_plain",
+    "names_of",
+    "no_collection",
+    "preserved",
+    "refuse_wrapped",
+    "stand_ins",
+]
 
 
 @dataclass
@@ -64,6 +75,18 @@ def set_attributes(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
     """Put plain attributes back."""
     for module, values in attributes:
         vars(module).update(values)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's collector of cycles is off inside: recording makes many small objects that all stay."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def refuse_wrapped(root: nn.Module) -> None:
@@ -122,16 +145,17 @@ def _plain_registry(registry: Any) -> dict[str, Any]:
 @contextmanager
 def preserved(root: nn.Module) -> Iterator[None]:
     """Whatever runs inside, buffers, gradients, plain attributes and the random number generators are as before."""
-    tensors = [value for module in root.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    buffers = [(t, t.detach().clone()) for t in [*root.buffers(), *tensors] if not t.is_inference()]
-    grads = [(parameter, parameter.grad) for parameter in root.parameters()]
-    attributes = [
-        (module, {key: _shallow(value) for key, value in vars(module).items() if key not in _REGISTRIES})
-        for module in root.modules()
-    ]
+    modules = list(root.modules())
+    tensors = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    own = [value for module in modules for value in module._buffers.values() if value is not None]
+    distinct = {id(tensor): tensor for tensor in [*own, *tensors] if not tensor.is_inference()}
+    buffers = [(tensor, tensor.detach().clone()) for tensor in distinct.values()]
+    parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    grads = [(parameter, parameter.grad) for parameter in parameters.values()]
+    attributes = [(module, vars(module).copy(), dict(_containers(module))) for module in modules]
     registries = [
         (module, dict(module._parameters), dict(module._buffers))
-        for module in root.modules()
+        for module in modules
         if type(module._parameters) is dict and type(module._buffers) is dict
     ]
     rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -139,18 +163,18 @@ def preserved(root: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, before in attributes:
+        for module, before, containers in attributes:
             now = vars(module)
-            for key in [key for key in now if key not in before and key not in _REGISTRIES]:
-                del now[key]
-            for key, (value, copy) in before.items():
-                now[key] = value
-                if copy is not None and value is not None and len(value) != len(copy):
+            now.clear()
+            now.update(before)
+            for key, copy in containers.items():
+                value = before[key]
+                if len(value) != len(copy):
                     value.clear()
                     (value.extend if isinstance(value, list) else value.update)(copy)
-        for module, parameters, known in registries:
+        for module, registered, known in registries:
             module._parameters.clear()
-            module._parameters.update(parameters)
+            module._parameters.update(registered)
             module._buffers.clear()
             module._buffers.update(known)
         with torch.no_grad():
@@ -167,11 +191,14 @@ def preserved(root: nn.Module) -> Iterator[None]:
 
 
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_CONTAINERS = frozenset({list, dict, set})
 
 
-def _shallow(value: Any) -> tuple[Any, Any]:
-    """A value, and a copy of it if it is a plain container that a forward may append to."""
-    return value, (value.copy() if type(value) in (list, dict, set) else None)
+def _containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Copies of the plain containers of a module that a forward may append to."""
+    for key, value in vars(module).items():
+        if type(value) in _CONTAINERS and key not in _REGISTRIES:
+            yield key, value.copy()
 
 
 @contextmanager

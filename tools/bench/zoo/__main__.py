@@ -1,4 +1,7 @@
-"""Try capture on the zoo: ``python -m tools.bench.zoo [language|images|plain] [names...] [--speed] [--json FILE]``."""
+"""Try capture on the zoo: ``python -m tools.bench.zoo [language|images|plain] [names...] [options]``.
+
+Timing all models of a family takes minutes: ``--part 1/3 --times`` takes the time of every third model and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +31,43 @@ def main() -> int:
     parser.add_argument("family", nargs="?", default="all", choices=["all", *FAMILIES])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--speed", action="store_true", help="also time a step against the original, side by side")
+    parser.add_argument("--times", action="store_true", help="time capture and steps only, compare nothing")
+    parser.add_argument("--part", default="1/1", help="I/N: only every N-th model, from the I-th on")
     parser.add_argument("--json", help="write the reports to this file")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    wanted = [
+        (family, name)
+        for family, builders in FAMILIES.items()
+        for name in builders
+        if options.family in ("all", family) and (not options.names or name in options.names)
+    ]
+    part, parts = (int(number) for number in options.part.split("/"))
     reports: list[Report] = []
-    for family, builders in FAMILIES.items():
-        if options.family not in ("all", family):
-            continue
-        for name, build in builders.items():
-            if options.names and name not in options.names:
-                continue
-            torch.manual_seed(0)
-            model, example = build()
-            report = check_model(f"{family}/{name}", model, example, speed=options.speed)
-            reports.append(report)
-            print(
-                f"{report.name:44} {'equal' if report.equal else 'FAILED':7} ops {report.ops:5} "
-                f"capture {report.seconds:6.2f} s  largest op {report.largest_op:4.0%} "
-                f"(leaf {report.largest_leaf:4.0%}) {f'speed {report.speed:.2f} ' if report.speed else ''}"
-                f"{'whole: ' + ', '.join(report.kept_whole) if report.kept_whole else ''}"
-                f"{' | '.join(report.problems[:2])}",
-                flush=True,
-            )
+    if options.times:
+        check_model("warm-up", *plain.ARCHITECTURES["gpt"](), equality=False)
+    for family, name in wanted[part - 1 :: parts]:
+        torch.manual_seed(0)
+        model, example = FAMILIES[family][name]()
+        report = check_model(
+            f"{family}/{name}", model, example, speed=options.speed or options.times, equality=not options.times
+        )
+        reports.append(report)
+        word = "captured" if options.times else "equal"
+        print(
+            f"{report.name:44} {word if report.equal else 'FAILED':8} ops {report.ops:5} "
+            f"capture {report.seconds:6.2f} s  largest op {report.largest_op:4.0%} "
+            f"(leaf {report.largest_leaf:4.0%}) {f'speed {report.speed:.2f} ' if report.speed else ''}"
+            f"{'whole: ' + ', '.join(report.kept_whole) if report.kept_whole else ''}"
+            f"{' | '.join(report.problems[:2])}",
+            flush=True,
+        )
     good = [report for report in reports if report.equal]
     indivisible = [r.name for r in good if r.largest_op > 0.4 and r.largest_op > r.largest_leaf + 1e-9]
-    print(f"\n{len(good)} of {len(reports)} equal; more than 40 % in one op by our doing: {indivisible or 'none'}")
+    print(f"\n{len(good)} of {len(reports)} {'captured' if options.times else 'equal'}")
+    print(f"more than 40 % in one op by our doing: {indivisible or 'none'}")
     if good:
         print(
             f"capture: median {statistics.median(r.seconds for r in good):.2f} s, worst {max(r.seconds for r in good):.2f} s"

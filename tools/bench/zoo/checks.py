@@ -97,8 +97,12 @@ def check_model(
     *,
     batch: int = 2,
     speed: bool = False,
+    equality: bool = True,
 ) -> Report:
-    """Capture a model in train and eval mode and compare it with the original."""
+    """Capture a model in train and eval mode and compare it with the original.
+
+    Without `equality` only the time of the capture (and of a step, with `speed`) is taken.
+    """
     report = Report(name)
     torch.manual_seed(0)
     args, other = example(batch), example(batch + 1)
@@ -115,26 +119,42 @@ def check_model(
     report.ops, report.kept_whole = len(recording.ops), recording.leaves
     report.largest_op, report.largest_leaf = shares(recording)
     module = recording.module()
-    if any(not torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values())):
-        report.problems.append("recording changed the state of the model")
-    if [n for n, _ in module.named_parameters()] != names:
-        report.problems.append("parameter names differ")
-    try:
-        for what, values in (("same size", args), ("other size", other)):
-            report.problems += compare(measure(model, model, values), measure(model, module, values), what)
-        model.eval()
-        evaluation = record(model, args).module()
-        for what, values in (("eval", args), ("eval, other size", other)):
-            report.problems += compare(measure(model, model, values), measure(model, evaluation, values), what)
-        model.train()
-    except Exception as error:
-        report.problems.append(f"{type(error).__name__}: {str(error)[:400]}")
+    if equality:
+        report.problems += differences(model, recording, module, (args, other), names, before)
     if speed and not report.problems:
         report.speed = side_by_side(model, module, args)
     return report
 
 
-def side_by_side(model: nn.Module, module: nn.Module, args: tuple[Any, ...], rounds: int = 9) -> float:
+def differences(
+    model: nn.Module,
+    recording: Recording,
+    module: nn.Module,
+    examples: tuple[tuple[Any, ...], tuple[Any, ...]],
+    names: list[str],
+    before: dict[str, Any],
+) -> list[str]:
+    """Where a captured model differs from the original, in train and in eval mode, at two batch sizes."""
+    problems: list[str] = []
+    args, other = examples
+    if any(not torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values())):
+        problems.append("recording changed the state of the model")
+    if [n for n, _ in module.named_parameters()] != names:
+        problems.append("parameter names differ")
+    try:
+        for what, values in (("same size", args), ("other size", other)):
+            problems += compare(measure(model, model, values), measure(model, module, values), what)
+        model.eval()
+        evaluation = record(model, args).module()
+        for what, values in (("eval", args), ("eval, other size", other)):
+            problems += compare(measure(model, model, values), measure(model, evaluation, values), what)
+        model.train()
+    except Exception as error:
+        problems.append(f"{type(error).__name__}: {str(error)[:400]}")
+    return problems
+
+
+def side_by_side(model: nn.Module, module: nn.Module, args: tuple[Any, ...], rounds: int = 15) -> float:
     """Time of a step of the captured module over that of the original, the median of pairs run in turn."""
 
     def step(call: Callable[..., Any]) -> float:
@@ -143,7 +163,8 @@ def side_by_side(model: nn.Module, module: nn.Module, args: tuple[Any, ...], rou
         return time.perf_counter() - start
 
     for call in (model, module, model, module):
-        step(call)
+        took = step(call)
+    rounds = max(5, min(rounds, int(2.0 / took)))
     ratios = []
     for i in range(rounds):
         pair = (step(model), step(module)) if i % 2 else tuple(reversed((step(module), step(model))))

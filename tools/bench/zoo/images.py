@@ -76,14 +76,17 @@ def _build(name: str) -> Callable[[], tuple[nn.Module, Callable[[int], tuple[tor
         stub_torchvision()
         import timm
 
+        options: dict[str, Any] = {"pretrained": False, "num_classes": 10}
+        settings = timm.get_pretrained_cfg(name)
+        size = settings.input_size[-1]
+        if not settings.fixed_input_size:
+            size = 139 if name.startswith("inception") else 64 if name.startswith("nf") else min(size, 96)
+        elif name not in ("crossvit_tiny_240", "efficientformer_l1"):  # these know one size
+            size = options["img_size"] = 64
         try:
-            model = timm.create_model(name, pretrained=False, num_classes=10, drop_rate=0.1)
+            model = timm.create_model(name, drop_rate=0.1, **options)
         except TypeError:
-            model = timm.create_model(name, pretrained=False, num_classes=10)
-        size = model.pretrained_cfg["input_size"][-1]
-        if not model.pretrained_cfg.get("fixed_input_size", False):
-            size = min(size, 96)
-        size = 139 if name.startswith("inception") else 64 if name.startswith("nf") else size
+            model = timm.create_model(name, **options)
         return Classifier(model), lambda batch: (torch.randn(batch, 3, size, size), torch.randint(0, 10, (batch,)))
 
     return build
