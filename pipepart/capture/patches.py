@@ -14,13 +14,14 @@ import torch.nn as nn
 from pipepart.capture import intrinsics, ops, state
 from pipepart.capture.arguments import tensors_in, unwrap
 from pipepart.capture.checkpoints import Checkpoint, settings_of
-from pipepart.capture.facts import outside_rng
+from pipepart.capture.effects import Effects
+from pipepart.capture.facts import outside_rng, user_line
 from pipepart.capture.failures import DrawsOutside, NotRecordable, Unsettled
 from pipepart.capture.recorder import Recorder
 from pipepart.capture.state import Attributes
 from pipepart.capture.symbols import is_tracked
 
-__all__ = ["is_metric", "is_torch_leaf", "keep_attributes", "recording_patches"]
+__all__ = ["is_leaf", "is_metric", "is_torch_leaf", "keep_attributes", "recording_patches", "refuse_effects"]
 
 functorch_apis: Any = importlib.import_module("torch._functorch.apis")
 checkpointing: Any = importlib.import_module("torch.utils.checkpoint")
@@ -102,6 +103,23 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
             f"{str(value)[:60]}); a recorded call keeps no Python state. Keep it in a buffer, log it or return it; "
             "if the model only sets itself up in its first call, run it once before"
         )
+
+
+def refuse_effects(recorder: Recorder, effects: Effects) -> None:
+    """What a call changes in Python outside of its modules is lost in a recorded call: say so."""
+    for path, text in effects.changes():
+        recorder.failed_in = [path]
+        raise Unsettled(
+            f"{text} is changed by the call of module {path!r}; a recorded call keeps no Python state. Keep it in a "
+            "buffer, log it or return it"
+        )
+    if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
+        recorder.notes.append(
+            "global module hooks: they run for the modules that are one op each, not for those around"
+        )
+
+
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 
 
 def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -236,7 +254,17 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
         with recorder.checkpointed(region), region.options["context_fn"]()[0]:
             yield
 
+    show = builtins.print
+
+    def patched_print(*args: Any, **kwargs: Any) -> None:
+        if recorder.recording and not recorder.frames:
+            note = f"prints at {user_line()}, in module {recorder.stack[-1][0]!r}: a recorded call prints nothing"
+            if note not in recorder.notes:
+                recorder.notes.append(note)
+        show(*unwrap(args), **kwargs)
+
     saved: list[tuple[dict[str, Any], str, Any]] = []
+    anything.print = patched_print
     any_module.__call__ = lambda module, *a, **k: _call_module(recorder, module_call, module, a, k)
     any_function.apply = classmethod(lambda kind, *a, **k: _apply(recorder, apply, kind, a, k))
     scripted.__call__ = patched_script
@@ -257,6 +285,7 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
         any_function.apply = apply
         scripted.__call__ = script_call
         anything.len = length
+        anything.print = show
         functorch_apis.vmap_impl = vmap
         checkpointing._checkpoint_without_reentrant_generator = checkpoint
         compiler.is_compiling, compiler.is_exporting = compile_flags

@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from pipepart.capture import state, trees, variants
 from pipepart.capture.annotate import annotate
+from pipepart.capture.effects import Effects
 from pipepart.capture.explain import put_back
 from pipepart.capture.failures import DataDependent, DrawsOutside, NotRecordable, Unsettled
 from pipepart.capture.recording import ANY, Input, LogCall, Recording
@@ -91,14 +92,18 @@ def record_call(call: Call) -> Recording:
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode) for leaf in call.leaves]
         settings, attributes = Settings(), state.plain_attributes(call.root)
+        around = Effects(call.root, lambda module, path: False)
         while True:
             try:
-                return _record(call, leaves, names, settings, mode)
+                recording = _record(call, leaves, names, settings, mode)
+                around.restore(settings.whole if settings.settled else None)
+                return recording
             except Retry:
                 continue
             except Exception:
                 if settings.settled:
                     state.set_attributes(attributes)
+                around.restore()
                 raise
 
 

@@ -14,9 +14,10 @@ import torch.nn as nn
 
 from pipepart.capture import state, symbols, trees
 from pipepart.capture.arguments import holds_tensors
+from pipepart.capture.effects import Effects
 from pipepart.capture.facts import Fact, outside_rng
 from pipepart.capture.failures import DrawsOutside
-from pipepart.capture.patches import keep_attributes, recording_patches
+from pipepart.capture.patches import is_leaf, keep_attributes, recording_patches, refuse_effects
 from pipepart.capture.recorder import Recorder, RecordMode
 from pipepart.capture.recording import Input
 
@@ -141,11 +142,12 @@ def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settin
         try:
             with recording_patches(recorder, settings.compiling), RecordMode(recorder):
                 recorder.watching, recorder.drawn = settings.watching, outside_rng()
-                attributes = state.Attributes(call.root)
+                attributes, around = state.Attributes(call.root), Effects(call.root, partial(is_leaf, recorder))
                 result, logs = call.run(values)
                 if outside_rng() != recorder.drawn:
                     raise DrawsOutside("the model draws random numbers outside torch (Python's random or numpy)")
                 keep_attributes(recorder, attributes)
+                refuse_effects(recorder, around)
                 outputs, tree = trees.flatten(result)
                 count = len(outputs)
                 logs = [(name, value, _plain_options(options)) for name, value, options in logs]

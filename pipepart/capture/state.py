@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from pipepart.capture.effects import same_items
 from pipepart.errors import CaptureError
 
 __all__ = [
@@ -113,14 +114,14 @@ class Attributes:
     """The plain attributes of all modules at one moment, to see what a run leaves behind in Python."""
 
     def __init__(self, root: nn.Module):
-        self.before: list[tuple[str, nn.Module, dict[str, Any], dict[str, int]]] = [
-            (path, module, {**vars(module), **_plain_registry(module._buffers)}, {k: len(v) for k, v in _sized(module)})
+        self.before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = [
+            (path, module, {**vars(module), **_plain_registry(module._buffers)}, dict(_containers(module)))
             for path, module in root.named_modules()
         ]
 
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
         """Module path, module, attribute, value before and value now of each attribute that is another one now."""
-        for path, module, before, sizes in self.before:
+        for path, module, before, containers in self.before:
             now: dict[str, Any] = {**vars(module), **_plain_registry(module._buffers)}
             for name, value in now.items():
                 if name in _REGISTRIES or name == "training":
@@ -128,14 +129,10 @@ class Attributes:
                 old = before.get(name)
                 if value is not old:
                     yield path, module, name, old, value
-                elif name in sizes:
-                    count = len(vars(module)[name])
-                    if count != sizes[name]:
-                        yield path, module, name, f"{sizes[name]} items", f"{count} items"
-
-
-def _sized(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(k, v) for k, v in vars(module).items() if type(v) in (list, dict, set) and k not in _REGISTRIES]
+                elif name in containers and not same_items(containers[name], value):
+                    was, now_is = len(containers[name]), len(vars(module)[name])
+                    after = f"{now_is} items" if was != now_is else f"{now_is} other items"
+                    yield path, module, name, f"{was} items", after
 
 
 def _plain_registry(registry: Any) -> dict[str, Any]:
@@ -169,7 +166,7 @@ def preserved(root: nn.Module) -> Iterator[None]:
             now.update(before)
             for key, copy in containers.items():
                 value = before[key]
-                if len(value) != len(copy):
+                if not same_items(copy, value):
                     value.clear()
                     (value.extend if isinstance(value, list) else value.update)(copy)
         for module, registered, known in registries:
