@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pipepart.errors import CaptureError
 
-__all__ = ["DataDependent", "DrawsOutside", "NotRecordable", "Unsettled"]
+__all__ = ["DataDependent", "DrawsOutside", "FromNumpy", "NotRecordable", "Unsettled"]
 
 
 class NotRecordable(CaptureError):
@@ -17,6 +19,12 @@ class DataDependent(NotRecordable):
 
 class DrawsOutside(NotRecordable):
     """Random numbers of Python or numpy: they are not in the graph. Which module draws them is found by a second run."""
+
+
+class FromNumpy(NotRecordable):
+    """A tensor is made of what numpy computed. `function` made the array, if that is known: it can be kept whole."""
+
+    function: Any = None
 
 
 class Unsettled(NotRecordable):

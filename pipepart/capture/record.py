@@ -16,7 +16,7 @@ from pipepart.capture import state, trees, variants
 from pipepart.capture.annotate import annotate
 from pipepart.capture.effects import Effects
 from pipepart.capture.explain import put_back
-from pipepart.capture.failures import DataDependent, DrawsOutside, NotRecordable, Unsettled
+from pipepart.capture.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
 from pipepart.capture.recording import ANY, Input, LogCall, Recording
 from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, copy_leaf, eager, keep_whole, run_once, settle
 from pipepart.capture.simplify import simplify
@@ -165,6 +165,8 @@ def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settin
         if isinstance(error, DrawsOutside) and not settings.watching:
             settings.watching = True
             raise Retry from None
+        if isinstance(error, FromNumpy) and _keep_function(error.function, settings, text):
+            raise Retry from None
         for path in reversed(failed.modules):
             if path and keep_whole(call.root, path, settings, text):
                 raise Retry from None
@@ -183,6 +185,19 @@ def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settin
             + "  do: put this part into a submodule with at most 40 % of the parameters (it is then kept whole), or "
             "write it with tensor ops"
         ) from error
+
+
+def _keep_function(function: Any, settings: Settings, why: str) -> bool:
+    """Keep the function whole that made a numpy array; if it is not known yet, watch for it. False: neither helps."""
+    if not settings.makers:
+        settings.makers = True
+        return True
+    if function is not None and function not in settings.functions:
+        settings.functions.append(function)
+        settings.history.append(f"kept the function {function.__qualname__} whole ({why[:160]})")
+        settings.watching = True
+        return True
+    return False
 
 
 def _blame(call: Call, leaves: list[Any], mode: Any) -> None:

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from pipepart.capture import intrinsics, ops
 from pipepart.capture.arguments import has_tensor, tensors_in, unwrap
 from pipepart.capture.facts import outside_rng, reached, storage_of, version_of
-from pipepart.capture.failures import DataDependent, DrawsOutside, NotRecordable
+from pipepart.capture.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable
+from pipepart.capture.functions import enclosing_function
 from pipepart.capture.graph_recorder import GraphRecorder, unseen
 from pipepart.capture.naming import name_of
 
@@ -57,6 +58,7 @@ class Recorder(GraphRecorder):
         self.watching = False  # whether each module is asked if it draws random numbers outside torch
         self.drawn: Any = None  # the state of those random numbers, as far as ops that are kept whole account for it
         self.notes: list[str] = []
+        self.makers: dict[int, Any] = {}  # the function that returned a numpy array, by the identity of the array
 
     # ---------------------------------------------------------------- calls
 
@@ -250,10 +252,12 @@ class Recorder(GraphRecorder):
 
     def _check_numpy(self, array: Any) -> None:
         if id(array) not in self.values and getattr(array, "size", 1) > 0:
-            raise NotRecordable(
+            error = FromNumpy(
                 f"a numpy array of shape {getattr(array, 'shape', ())} becomes a tensor while the model runs; "
                 f"what numpy computed is not in the graph ({self.here()})"
             )
+            error.function = self.makers.get(id(array)) or enclosing_function()
+            raise error
 
     def _check_inside(self, args: Any, kwargs: Any) -> None:
         frame = self.frames[-1]

@@ -17,6 +17,7 @@ from pipepart.capture.arguments import holds_tensors
 from pipepart.capture.effects import Effects
 from pipepart.capture.facts import Fact, outside_rng
 from pipepart.capture.failures import DrawsOutside
+from pipepart.capture.functions import calls_kept_whole, watch_makers
 from pipepart.capture.patches import is_leaf, keep_attributes, recording_patches, refuse_effects
 from pipepart.capture.recorder import Recorder, RecordMode
 from pipepart.capture.recording import Input
@@ -67,6 +68,10 @@ class Settings:
     compiling: bool = False
     settled: bool = False
     watching: bool = False
+    functions: list[Any] = field(default_factory=list)
+    """Functions that are kept whole: they compute with numpy."""
+    makers: bool = False
+    """Whether to watch which function returns which numpy array."""
     history: list[str] = field(default_factory=list)
 
 
@@ -140,7 +145,12 @@ def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settin
                 value = symbols.StepNumber(value, recorder, partial(_itself, node))
             values.append(value)
         try:
-            with recording_patches(recorder, settings.compiling), RecordMode(recorder):
+            with ExitStack() as patches:
+                patches.enter_context(recording_patches(recorder, settings.compiling))
+                patches.enter_context(calls_kept_whole(recorder, settings.functions))
+                patches.enter_context(RecordMode(recorder))
+                if settings.makers:
+                    patches.enter_context(watch_makers(recorder.makers, recorder.kept))
                 recorder.watching, recorder.drawn = settings.watching, outside_rng()
                 attributes, around = state.Attributes(call.root), Effects(call.root, partial(is_leaf, recorder))
                 result, logs = call.run(values)

@@ -216,4 +216,6 @@ ARCHITECTURES: dict[str, Builder] = {
     "whisper": _whisper,
     "wav2vec2_ctc": _speech("Wav2Vec2Config", "Wav2Vec2ForCTC"),
     "hubert_ctc": _speech("HubertConfig", "HubertForCTC"),
+    "wav2vec2_all_layers": _speech("Wav2Vec2Config", "Wav2Vec2ForCTC", layerdrop=0.0),
+    "hubert_all_layers": _speech("HubertConfig", "HubertForCTC", layerdrop=0.0),
 }  # fmt: skip

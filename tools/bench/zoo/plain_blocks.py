@@ -78,16 +78,25 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tied embedding and head, positions by arange, an assertion on the length."""
 
-    def __init__(self, width: int = 32, depth: int = 4, dropout: float = 0.0):
+    def __init__(
+        self,
+        width: int = 32,
+        depth: int = 4,
+        dropout: float = 0.0,
+        heads: int = 4,
+        vocabulary: int = VOCABULARY,
+        length: int = 16,
+    ):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(Block(width, 4, dropout) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.length = length
         self.head.weight = self.tokens.weight
 
     def forward(self, idx: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         _, length = idx.size()
-        assert length <= 16, "too long"
+        assert length <= self.length, "too long"
         x = self.tokens(idx) + self.positions(torch.arange(0, length, device=idx.device))
         for block in self.blocks:
             x = block(x)

@@ -305,3 +305,26 @@ class Cells(nn.Module):
             h, c = self.cell(step, (h, c))
             rows.append(h)
         return self.out(torch.stack(rows, 1)).pow(2).mean()
+
+
+def draw_mask(shape: tuple[int, int], rate: float, floor: torch.Tensor | None = None) -> Any:
+    """Positions to mask, drawn by numpy, as augmentations of speech do."""
+    least = 0 if floor is None else int(floor.sum().item() > 0)
+    return np.random.rand(*shape) < rate + 0.1 * least
+
+
+@model(lambda batch: (torch.randn(batch, 5, 16),))
+class NumpyMask(nn.Module):
+    """In training numpy draws a mask: the function that draws it is one op, run at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.masked = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        h = self.first(x)
+        if self.training:
+            h[torch.tensor(draw_mask((batch, length), 0.3, floor=x), dtype=torch.bool)] = self.masked
+        return self.out(self.second(h).relu()).pow(2).mean()
