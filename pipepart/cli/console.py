@@ -62,6 +62,7 @@ def stand_out() -> None:
     log.handlers = [_Stage()]
     log.setLevel(logging.INFO)
     log.propagate = False
+    logging.getLogger("pipepart.report").setLevel(logging.WARNING)  # where files are is said at the end
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:

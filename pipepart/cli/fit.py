@@ -19,7 +19,7 @@ from pipepart.cli.secrets import redacted
 from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
 from pipepart.report import save_graph, save_timeline, write_report
-from pipepart.strategy import PipelineStrategy
+from pipepart.strategy import PipelineMonitor, PipelineStrategy
 
 __all__ = ["build_recipe", "fit"]
 
@@ -90,9 +90,14 @@ def _loggers(config: dict[str, Any]) -> list[Logger]:
     return made
 
 
+def _monitored(trainer: L.Trainer) -> list[Path]:
+    """The files that the monitor among the callbacks has written."""
+    monitors = [callback for callback in trainer.callbacks if isinstance(callback, PipelineMonitor)]  # type: ignore[attr-defined]
+    return [path for monitor in monitors for path in monitor.files.values()]
+
+
 def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path, config: dict[str, Any]) -> None:
     plan, timeline = strategy.plan, strategy.runtime.timeline
-    plan.save(folder / "plan.json")
     result: dict[str, Any] = {
         "steps": trainer.global_step,
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
@@ -108,17 +113,20 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
         measured = statistics.median(steps)
         result["measured_step"] = measured
         result["samples_per_second"] = plan.batch_size * plan.replicas / measured
-    if timeline is not None:
-        save_timeline(folder / "trace.json", timeline)
-    graph, costs = strategy.runtime.graph, strategy.runtime.costs
-    save_graph(folder / "graph.json", graph, costs)
-    write_report(
-        folder / "report.html",
-        plan,
-        graph=graph,
-        costs=costs,
-        measured=timeline,
-        measured_step=measured,
-        title=str(config["name"]),
-    )
+    written = {path.absolute() for path in _monitored(trainer)}
+    if folder / "report.html" not in written:  # nobody watched the run
+        if timeline is not None:
+            save_timeline(folder / "trace.json", timeline)
+        graph, costs = strategy.runtime.graph, strategy.runtime.costs
+        plan.save(folder / "plan.json")
+        save_graph(folder / "graph.json", graph, costs)
+        write_report(
+            folder / "report.html",
+            plan,
+            graph=graph,
+            costs=costs,
+            measured=timeline,
+            measured_step=measured,
+            title=str(config["name"]),
+        )
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

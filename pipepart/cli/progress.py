@@ -61,6 +61,9 @@ class Progress(ProgressBar):
             self._bar.set_postfix_str(self._values(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._bar is None and self._shows(trainer) and trainer.global_step > self._first:
+            spent = time.monotonic() - self._started
+            print(f"done in {spent:.0f} s  {self._values(trainer, pl_module)}", flush=True)  # the last validation, too
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -20,44 +20,48 @@ from typing import Any
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.errors import PipelineError, PipepartError
 
-__all__ = ["already_started", "join_started", "run_as_rank", "start_ranks"]
+__all__ = ["already_started", "join_started", "run_as_rank", "run_as_task", "start_ranks"]
 
 _PATIENCE = 2  # seconds that a rank has to end by itself
 
 
+_NAMES = {  # rank, rank here, processes, machines, this machine, job: as srun and submitit's local executor call them
+    "SLURM_PROCID": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID"),
+    "SUBMITIT_LOCAL_GLOBALID": tuple(
+        f"SUBMITIT_LOCAL_{name}" for name in ("GLOBALID", "LOCALID", "NTASKS", "JOB_NUM_NODES", "NODEID", "JOB_ID")
+    ),
+}
+
+
+def _started_by() -> tuple[str, ...] | None:
+    """The names of the variables of the launcher that has started this process as one of several; not torchrun's."""
+    for mark, names in _NAMES.items():
+        if mark in os.environ and int(os.environ.get(names[2], "1")) > 1:
+            return names
+    return None
+
+
 def already_started() -> bool:
     """Whether a launcher (torchrun, srun, submitit) has started this process as one rank of several."""
-    names = os.environ
-    return (
-        "TORCHELASTIC_RUN_ID" in names
-        or (int(names.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in names)
-        or "SUBMITIT_LOCAL_GLOBALRANK" in names
-    )
+    return "TORCHELASTIC_RUN_ID" in os.environ or _started_by() is not None
 
 
 def join_started() -> tuple[int, int]:
     """The variables of torchrun from those of SLURM or submitit; returns (processes here, machines)."""
-    names = os.environ
-    if "TORCHELASTIC_RUN_ID" not in names:
-        if "SUBMITIT_LOCAL_GLOBALRANK" in names:
-            mine = {
-                key: names[f"SUBMITIT_LOCAL_{key}"] for key in ("GLOBALRANK", "LOCALID", "NTASKS", "NNODES", "JOB_ID")
-            }
-            rank, local, count, nodes, job = mine.values()
-            host, node = "127.0.0.1", "0"
-        else:
-            rank, local, count = names["SLURM_PROCID"], names["SLURM_LOCALID"], names["SLURM_NTASKS"]
-            nodes, job, node = (
-                names.get("SLURM_NNODES", "1"),
-                names.get("SLURM_JOB_ID", "0"),
-                names.get("SLURM_NODEID", "0"),
-            )
-            host = _first_host(names.get("SLURM_STEP_NODELIST", names.get("SLURM_JOB_NODELIST", "127.0.0.1")))
+    names, started_by = os.environ, _started_by()
+    if "TORCHELASTIC_RUN_ID" not in names and started_by is not None:
+        rank, local, count, nodes, node, job = (
+            names.get(name, other) for name, other in zip(started_by, ("0", "0", "1", "1", "0", "0"))
+        )
+        host = "127.0.0.1"
+        if "SLURM_PROCID" in started_by:
+            host = _first_host(names.get("SLURM_STEP_NODELIST", names.get("SLURM_JOB_NODELIST", host)))
         number = int("".join(c for c in job if c.isdigit()) or 0)
         names.update(
             RANK=rank, LOCAL_RANK=local, WORLD_SIZE=count, LOCAL_WORLD_SIZE=str(int(count) // int(nodes)), GROUP_RANK=node,
-            TORCHELASTIC_RUN_ID=f"job-{job}", MASTER_ADDR=host,
+            TORCHELASTIC_RUN_ID=f"job-{job}",
         )  # fmt: skip
+        names.setdefault("MASTER_ADDR", host)
         names.setdefault("MASTER_PORT", str(20000 + number % 20000))
     here = int(names["LOCAL_WORLD_SIZE"])
     return here, int(names["WORLD_SIZE"]) // here
@@ -127,7 +131,6 @@ def run_as_rank(config_text: str, folder: str) -> None:
     """One rank: everything else follows from the configuration that the parent composed."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
-    rank = int(os.environ.get("RANK", "0"))
     try:
         from pipepart.cli.fit import fit
 
@@ -135,10 +138,25 @@ def run_as_rank(config_text: str, folder: str) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return
-        _leave_reason(error, rank, Path(folder) / "logs")
+        _leave_reason(error, int(os.environ.get("RANK", "0")), Path(folder) / "logs")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # no threads, no hooks at exit: others wait for this one to be gone
+
+
+def run_as_task(config: dict[str, Any], folder: Path) -> str | None:
+    """One rank as a task of a queue, whose failure is told by what it returns: the first cause, or None."""
+    logs = folder / "logs"
+    try:
+        from pipepart.cli.fit import fit
+
+        fit(config, folder)
+    except Exception as error:
+        _leave_reason(error, int(os.environ["RANK"]), logs)
+        if int(os.environ["RANK"]) == 0 and _is_echo(error):
+            time.sleep(_PATIENCE)  # who failed first may still be writing down why
+        return _told(_reasons(logs)[0], logs)
+    return None
 
 
 def _end_with_parent() -> None:
@@ -148,6 +166,11 @@ def _end_with_parent() -> None:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def _is_echo(error: BaseException) -> bool:
+    """Whether a rank failed only because another one did."""
+    return isinstance(error, PipelineError) and any(word in str(error) for word in ("another rank", "lost"))
+
+
 def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     trace = "".join(traceback.format_exception(error))
@@ -155,7 +178,7 @@ def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
     reason = {
         "rank": rank,
         "when": time.time(),
-        "echo": isinstance(error, PipelineError) and any(word in str(error) for word in ("another rank", "lost")),
+        "echo": _is_echo(error),
         "known": isinstance(error, PipepartError),
         "text": str(error) if isinstance(error, PipepartError) else f"{type(error).__name__}: {error}",
         "where": _where(error),
@@ -174,19 +197,24 @@ def _where(error: BaseException) -> str:
     return ""
 
 
-def _first_cause(error: Any, logs: Path) -> str:
-    """The reason of the rank that failed first; ranks that only lost another one count last."""
-    reasons = []
+def _reasons(logs: Path) -> list[dict[str, Any]]:
+    """What the ranks that failed left behind, in order of time; those that only lost another one come last."""
+    found = []
     for file in logs.glob("failure-rank*.json"):
         with suppress(OSError, ValueError):
-            reasons.append(json.loads(file.read_text()))
-    own = sorted((r for r in reasons if not r["echo"]), key=lambda r: r["when"])
+            found.append(json.loads(file.read_text()))
+    return sorted(found, key=lambda reason: (reason["echo"], reason["when"]))
+
+
+def _first_cause(error: Any, logs: Path) -> str:
+    """The reason of the rank that failed first; ranks that only lost another one count last."""
+    reasons = _reasons(logs)
     killed = [
         (rank, failure)
         for rank, failure in sorted(error.failures.items())
         if failure.exitcode < 0 and not any(reason["rank"] == rank for reason in reasons)
     ]
-    if not own and killed:
+    if killed and all(reason["echo"] for reason in reasons):
         rank, failure = killed[0]
         name = signal.Signals(-failure.exitcode).name
         hint = (
@@ -195,13 +223,16 @@ def _first_cause(error: Any, logs: Path) -> str:
             else ""
         )
         return f"rank {rank} was ended by {name}.{hint} All other processes have been ended."
-    chosen = (own or sorted(reasons, key=lambda r: r["when"]) or [None])[0]
-    if chosen is None:
+    if not reasons:
         rank, failure = error.get_first_failure()
         return f"rank {rank} ended with exit code {failure.exitcode} and left no reason; its output is in {shown(logs)}"
-    lines = [f"rank {chosen['rank']} failed first. All other processes have been ended.", chosen["text"]]
-    if chosen["where"] and not chosen["known"]:
-        lines.append(f"at {chosen['where']}")
-    file = logs / f"traceback-rank{chosen['rank']}.txt"
-    lines.append(f"traceback: {shown(file)}")
+    return _told(reasons[0], logs)
+
+
+def _told(reason: dict[str, Any], logs: Path) -> str:
+    """A reason for the user: who, what, where in the user's code, and where the whole traceback is."""
+    lines = [f"rank {reason['rank']} failed first. All other processes have been ended.", reason["text"]]
+    if reason["where"] and not reason["known"]:
+        lines.append(f"at {reason['where']}")
+    lines.append(f"traceback: {shown(logs / 'traceback-rank{}.txt'.format(reason['rank']))}")
     return "\n".join(lines)

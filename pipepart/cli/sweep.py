@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipepart.cli.config import checked, compose_config, conf_folder, explaining, search_path, without_nulls
 from pipepart.cli.console import bold, quiet_libraries, shown, table
-from pipepart.cli.ranks import already_started, join_started, run_as_rank
+from pipepart.cli.ranks import already_started, join_started, run_as_task
 from pipepart.cli.secrets import redacted, redacted_override
 from pipepart.cli.train import check_run, prepare_folder, read_result, resolve_devices, run
-from pipepart.errors import ConfigError, PipepartError
+from pipepart.errors import ConfigError, PipelineError, PipepartError
 
 __all__ = ["summary", "sweep"]
 
@@ -43,7 +44,7 @@ def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
         )
     hydra.version.setbase("1.3")
     GlobalHydra.instance().clear()
-    with explaining(extra):
+    with explaining(extra), _queue_failures():
         main = Hydra.create_main_hydra2("pipepart", create_config_search_path(str(conf_folder())))
         returned = main.multirun(
             "train",
@@ -58,6 +59,18 @@ def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
     folder = Path(results[0][1]["folder"]).parent
     print("\n" + summary(results, folder))
     return 1 if any("error" in result for _, result in results) else 0
+
+
+@contextmanager
+def _queue_failures() -> Iterator[None]:
+    """A job that the queue has ended (time, memory) has no result: what submitit says of it becomes an error of ours."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("submitit"):
+            raise
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise PipelineError(f"a job of the queue ended without a result: {first}") from error
 
 
 def _check_all(overrides: Sequence[str], extra: Path | None) -> list[list[str]]:
@@ -109,10 +122,8 @@ def job(config: DictConfig) -> dict[str, Any]:
             check_run(plain)
             if os.environ["RANK"] == "0":
                 prepare_folder(plain, said)
-            import json
-
-            run_as_rank(json.dumps(plain), str(folder))
-            return read_result(folder)
+            failure = run_as_task(plain, folder.absolute())
+            return read_result(folder) if failure is None else {"folder": str(folder), "error": failure}
         plain["devices"] = resolve_devices(plain)
         check_run(plain)
         print(f"\n{bold(f'run {settings.job.num}')}  {' '.join(map(redacted_override, said))}", flush=True)

@@ -40,11 +40,12 @@ def step_figures(
     plan: Plan,
     step_times: Sequence[float],
     *,
+    samples: int | None = None,
     timeline: Timeline | None = None,
     memory: Sequence[float] | None = None,
     gradient_norm: float | None = None,
 ) -> dict[str, float]:
-    """One interval of training: its steps (seconds each), a traced step of it, bytes per stage, the gradient norm.
+    """One interval of training: its steps (seconds each), its samples, a traced step, bytes per stage, gradient norm.
 
     What is not known is left out, except for the predictions, which are always there to be held against.
     """
@@ -55,7 +56,8 @@ def step_figures(
     if step_times:
         step = statistics.median(step_times)
         found["step_seconds"] = step
-        found["samples_per_second"] = plan.batch_size * plan.replicas / step if step else 0.0
+        seen, seconds = (samples, sum(step_times)) if samples is not None else (plan.batch_size * plan.replicas, step)
+        found["samples_per_second"] = seen / seconds if seconds else 0.0
         found["prediction_error"] = plan.step_time / step - 1 if step else 0.0
     if timeline is not None:
         found["traced_step_seconds"] = timeline.step_time

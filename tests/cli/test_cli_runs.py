@@ -11,110 +11,35 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_programs import PATIENCE, SHORT, end, gone, train_trouble, trouble_folder
 
 from pipepart.cli.main import main
-
-PATIENCE = 150  # seconds; a busy machine takes long to import
-SHORT = ["logger=csv", "trainer.max_steps=6", "trainer.limit_val_batches=1", "trainer.val_check_interval=3"]
-
-RECIPE = """
-# @package _global_
-defaults:
-  - override /model: mlp
-  - override /data: spirals
-  - override /optimizer: adam
-name: trouble
-allow: [trouble]
-model:
-  _target_: trouble.Trouble
-"""
-MODULE = """
-import os, pathlib
-from recipes.mlp import MLPModule
-
-class Trouble(MLPModule):
-    def on_train_start(self):
-        pathlib.Path(f"pid{self.global_rank}").write_text(str(os.getpid()))
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 3 and self.global_rank == 1 and os.environ["TROUBLE"] == "raise":
-            raise ValueError("boom on purpose")
-"""
-
-
-def _start(words: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "pipepart.cli", *words],
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _end(process: subprocess.Popen[str]) -> str:
-    try:
-        return process.communicate(timeout=PATIENCE)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-
-
-def _left(session: int) -> list[str]:
-    """Processes of a session that are still there (zombies do not count)."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, rest = stat.read_text().split("(", 1)[1].rsplit(")", 1)
-        except OSError:
-            continue
-        state, _, _, owner = rest.split()[:4]
-        if int(owner) == session and state != "Z":
-            found.append(name)
-    return found
-
-
-def _gone(session: int) -> bool:
-    deadline = time.monotonic() + 20
-    while _left(session) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return not _left(session)
 
 
 @pytest.fixture
 def trouble(tmp_path: Path) -> Path:
-    (tmp_path / "conf" / "recipe").mkdir(parents=True)
-    (tmp_path / "conf" / "recipe" / "trouble.yaml").write_text(RECIPE)
-    (tmp_path / "trouble.py").write_text(MODULE)
-    return tmp_path
-
-
-def _train_trouble(folder: Path, what: str, steps: int) -> subprocess.Popen[str]:
-    words = ["train", "--config-dir", "conf", "recipe=trouble", "logger=none", f"trainer.max_steps={steps}"]
-    return _start(words, folder, TROUBLE=what, PYTHONPATH=str(folder))
+    return trouble_folder(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_rank_that_raises_ends_the_run_with_its_reason(trouble: Path) -> None:
-    process = _train_trouble(trouble, "raise", 10)
-    output = _end(process)
+    process = train_trouble(trouble, "raise", 10)
+    output = end(process)
     assert process.returncode == 1, output
     assert "rank 1 failed first" in output
     assert "ValueError: boom on purpose" in output
-    assert "trouble.py:11 in on_train_batch_start" in output
+    assert "trouble.py:12 in on_train_batch_start" in output
     assert output.count("Traceback") == 0
     assert (trouble / "outputs" / "latest" / "logs" / "traceback-rank1.txt").is_file()
-    assert _gone(process.pid)
+    assert gone(process.pid)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_killed_and_interrupted_runs_leave_nothing_behind(trouble: Path, how: str) -> None:
-    process = _train_trouble(trouble, "none", 1_000_000)
+    process = train_trouble(trouble, "none", 1_000_000)
     deadline = time.monotonic() + PATIENCE
     while not (trouble / "pid1").exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.2)
@@ -123,11 +48,11 @@ def test_killed_and_interrupted_runs_leave_nothing_behind(trouble: Path, how: st
         os.kill(int((trouble / "pid1").read_text()), signal.SIGKILL)
     else:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    output = _end(process)
+    output = end(process)
     assert process.returncode == 1, output
     assert ("rank 1 was ended by SIGKILL" if how == "killed" else "stopped by SIGINT") in output
     assert "Traceback" not in output
-    assert _gone(process.pid)
+    assert gone(process.pid)
 
 
 @pytest.mark.slow
@@ -151,19 +76,6 @@ def test_a_sweep_over_four_jobs_runs_four_jobs(tmp_path: Path) -> None:
     assert shapes == {("gpipe", "2"), ("gpipe", "4"), ("1f1b", "2"), ("1f1b", "4")}
     assert all(row["outcome"] == "ok" for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"outputs"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_torchrun_starts_ranks_that_find_each_other(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
-    process = subprocess.run(
-        [sys.executable, *command, "127.0.0.1:0", "-m", "pipepart.cli", "train", "recipe=mlp", *SHORT, "output=runs/one"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert (tmp_path / "runs" / "one" / "result.json").is_file()
-    assert (tmp_path / "runs" / "latest").resolve() == (tmp_path / "runs" / "one").resolve()
 
 
 @pytest.mark.parametrize(

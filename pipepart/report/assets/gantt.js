@@ -250,10 +250,12 @@
           }
         }
         const critical = this.options.critical && part.critical.has(e);
-        const element = s("rect", { class: `ev ${e.kind}${critical ? " critical" : ""}`, x, y, width, height, "data-action": pp.actionName(e), "data-stage": e.stage });
+        const thin = critical && width < 7;  // an outline would hide what it is around
+        const element = s("rect", { class: `ev ${e.kind}${critical ? " critical" : ""}${thin ? " thin" : ""}`, x, y, width, height, "data-action": pp.actionName(e), "data-stage": e.stage });
         const info = { event: e, part, count: 1 };
         this.drawn.set(element, info);
         group.append(element);
+        if (thin && compute) group.append(s("rect", { class: "mark", x, y: y + height - 3, width, height: 3 }));
         if (merge) open.set(`${e.stage} ${e.kind}`, { element, info, x, right: x + width });
         const left = Math.max(x, this.left), right = Math.min(x + width, this.left + this.plot), label = String(e.k);
         if (compute && right - left > label.length * 6.5 + 4)

@@ -94,9 +94,13 @@
 
   /** Per stage: seconds of each kind of compute, of waiting while a message for or from the stage is on its way, of idling. */
   pp.stageShares = function (timeline) {
-    const spans = Array.from({ length: timeline.stages }, () => []);
-    for (const e of [...timeline.events, ...pp.impliedReceives(timeline)])
-      if (!COMPUTE.has(e.kind)) spans[e.stage].push([e.start, e.end]);
+    const spans = Array.from({ length: timeline.stages }, () => []), sent = new Map();
+    for (const e of timeline.events) if (e.kind === "SEND") sent.set(`${e.payload} ${e.chunk} ${e.peer} ${e.k}`, e.start);
+    for (const e of [...timeline.events, ...pp.impliedReceives(timeline)]) {
+      // a stage that waits for what is not even sent idles
+      const left = e.kind === "RECV" ? sent.get(`${e.payload} ${e.peer} ${e.chunk} ${e.k}`) : undefined;
+      if (!COMPUTE.has(e.kind)) spans[e.stage].push([left > e.start ? Math.min(left, e.end) : e.start, e.end]);
+    }
     return timeline.compute.map((mine, stage) => {
       const shares = { F: 0, B: 0, I: 0, W: 0, communication: 0, idle: 0 };
       for (const e of mine) shares[e.kind] += e.end - e.start;

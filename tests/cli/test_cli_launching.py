@@ -1,0 +1,122 @@
+"""Other launchers than our own: torchrun on two machines, the variables of srun, submitit. Real processes on this host."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_programs import SHORT, end, start, trouble_folder
+
+from pipepart.cli.ranks import _NAMES, already_started, join_started
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No variable of a launcher, and none left behind."""
+    for name in (*RANKS, "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SUBMITIT_"))]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("node[03-07,12],other", "node03"), ("alpha,beta", "alpha"), ("gpu-7", "gpu-7"), ("n[2]", "n2")]
+)
+def test_the_variables_of_srun_lead_to_the_right_rank(fresh: pytest.MonkeyPatch, nodes: str, host: str) -> None:
+    assert not already_started()
+    job = {"PROCID": 5, "LOCALID": 1, "NTASKS": 8, "NNODES": 2, "NODEID": 1, "JOB_ID": 41_234, "STEP_NODELIST": nodes}
+    for name, value in job.items():
+        fresh.setenv(f"SLURM_{name}", str(value))
+    assert already_started()
+    assert join_started() == (4, 2)
+    assert [os.environ[name] for name in RANKS] == ["5", "1", "8", "4", "1", "job-41234"]
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (host, "21234")
+    assert join_started() == (4, 2)  # now from the variables of torchrun
+
+
+def test_one_task_starts_its_processes_itself(fresh: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_PROCID", "SUBMITIT_LOCAL_GLOBALID"):
+        fresh.setenv(name, "0")
+    fresh.setenv("SLURM_NTASKS", "1")
+    assert not already_started()
+
+
+def test_the_variables_of_submitit_are_those_that_it_sets() -> None:
+    local = pytest.importorskip("submitit.local.local").LocalJobEnvironment._env
+    order = ("global_rank", "local_rank", "num_tasks", "num_nodes", "node", "job_id")
+    assert _NAMES["SUBMITIT_LOCAL_GLOBALID"] == tuple(local[name] for name in order)
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def _both(processes: list[subprocess.Popen[str]]) -> str:
+    said = [end(process) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    return said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_srun_starts_ranks_that_find_each_other(tmp_path: Path) -> None:
+    """One node with two tasks, as `srun --ntasks 2 pipepart train` starts them."""
+    job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "127.0.0.1"}
+    job["MASTER_PORT"] = _free_port()
+    words = ["train", "recipe=mlp", *SHORT]
+    said = _both([start(words, tmp_path, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)])
+    (run,) = tmp_path.glob("outputs/*/*/result.json")  # one folder, though each has its own clock
+    assert json.loads(run.read_text())["stages"] == 2
+    assert "report.html" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"outputs"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_torchrun_on_two_machines(tmp_path: Path) -> None:
+    """As in the README: `torchrun --nnodes 2 --node-rank N --master-addr HOST` on both (here one host, one rank each)."""
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", _free_port()]
+    words = ["-m", "pipepart.cli", "train", "recipe=mlp", *SHORT, "output=runs/one"]
+    _both(
+        [
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *where, "--node-rank", node, *words],
+                cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            )
+            for node in ("0", "1")
+        ]
+    )  # fmt: skip
+    result = json.loads((tmp_path / "runs" / "one" / "result.json").read_text())
+    assert (result["stages"], result["replicas"]) == (2, 1)
+    assert (tmp_path / "runs" / "latest").resolve() == (tmp_path / "runs" / "one").resolve()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_submitit_runs_every_job_on_its_own_tasks(tmp_path: Path) -> None:
+    """What launcher=slurm does, with processes of this host: two jobs of two tasks; one fails, the other one does not."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["train", "-m", "--config-dir", "conf", "recipe=trouble", "launcher=submitit_local", "devices=2", *SHORT]
+    folder = trouble_folder(tmp_path)
+    process = start([*words, "strategy.schedule=gpipe,1f1b"], folder, TROUBLE="gpipe", PYTHONPATH=str(folder))
+    said = end(process)
+    assert process.returncode == 1, said
+    rows = list(csv.DictReader(next(folder.glob("outputs/sweeps/*/*/summary.csv")).open()))
+    assert [row["strategy.schedule"] for row in rows] == ["gpipe", "1f1b"]
+    assert rows[0]["outcome"].startswith("failed: rank 1 failed first"), said
+    assert rows[1]["outcome"] == "ok", said
+    assert "Traceback" not in said
+    logs = {path.name for path in folder.glob("outputs/sweeps/*/*/*/logs/*")}
+    assert logs and all("-rank" in name for name in logs), logs  # no task has started processes of its own
