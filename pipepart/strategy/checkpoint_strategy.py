@@ -59,25 +59,26 @@ class CheckpointStrategy(MeshStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """If one rank cannot write, all raise."""
+        if self.sharded:
+            shards.save(checkpoint, filepath, self.runtime, self._together)
+            return
 
         def write() -> None:
-            if self.sharded:
-                shards.save(checkpoint, filepath, self.runtime)
-            elif self.is_global_zero:
+            if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
         self._together(write)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Rank 0 checks that the files are what was written; every rank reads what it needs of them."""
-        sharded = shards.is_sharded(checkpoint_path)
 
         def check() -> None:
             if self.is_global_zero:
-                (shards.verify_shards if sharded else verify)(checkpoint_path)
+                shards.bring_back(checkpoint_path)
+                (shards.verify_shards if shards.is_sharded(checkpoint_path) else verify)(checkpoint_path)
 
         self._together(check)
-        if sharded:
+        if shards.is_sharded(checkpoint_path):
             return shards.load_rest(checkpoint_path, weights_only)
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
 

@@ -27,7 +27,7 @@ def open_loader(trainer: Trainer) -> Any:
     loader = loop._combined_loader
     if loader is None or not loader.flattened:
         raise PlanError(
-            "there is no data to plan with: this run has no loader, or a limit of 0 batches. Give the strategy an example_batch."
+            "there is no data to plan with: this run has no loader, or a limit of 0 batches. Give the strategy `example_batch`."
         )
     return loader
 

@@ -11,14 +11,16 @@ NAME.ckpt/                the directory takes its name when everything is writte
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
@@ -29,7 +31,16 @@ from pipepart.runtime import StageRuntime
 from pipepart.strategy.checkpoint_io import CheckpointError, digest_of
 from pipepart.strategy.optimizers import gather_parts, own_part
 
-__all__ = ["consolidate", "is_sharded", "load_model", "load_optimizer", "load_rest", "save", "verify_shards"]
+__all__ = [
+    "bring_back",
+    "consolidate",
+    "is_sharded",
+    "load_model",
+    "load_optimizer",
+    "load_rest",
+    "save",
+    "verify_shards",
+]
 
 _REST, _MANIFEST = "rest.pt", "manifest.json"
 
@@ -41,8 +52,13 @@ def is_sharded(path: Any) -> bool:
 # ---- writing: on every rank
 
 
-def save(checkpoint: dict[str, Any], path: Any, runtime: StageRuntime) -> None:
-    """`checkpoint` has the own parts of model and optimizers. Replica 0 writes; all ranks of the world must call it."""
+def save(
+    checkpoint: dict[str, Any], path: Any, runtime: StageRuntime, together: Callable[[Callable[[], None]], None]
+) -> None:
+    """`checkpoint` has the own parts of model and optimizers. Replica 0 writes; all ranks of the world must call it.
+
+    Each step is done `together`: if it fails on one rank, it fails on all, and the checkpoint before is as it was.
+    """
     target, groups = Path(path), runtime.groups
     part = target.with_name(f"{target.name}.part")
     tensors = {f"model.{name}": value for name, value in checkpoint["state_dict"].items()}
@@ -55,33 +71,88 @@ def save(checkpoint: dict[str, Any], path: Any, runtime: StageRuntime) -> None:
                 else:
                     plain[(number, int(index), key)] = value
     every_plain = gather_parts(plain, runtime)
-    if groups is None or groups.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    if groups is None:
-        write_tensors(tensors, checkpoint_id=part, no_dist=True)
-    else:
-        dist.barrier()
-        if groups.replica == 0:
+    first = groups is None or groups.rank == 0
+
+    def begin() -> None:
+        if first:
+            bring_back(target)
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+
+    def write() -> None:
+        if groups is None:
+            write_tensors(tensors, checkpoint_id=part, no_dist=True)
+        elif groups.replica == 0:
             write_tensors(tensors, checkpoint_id=part, process_group=groups.pipeline)
-    if groups is None or groups.rank == 0:
+
+    def finish() -> None:
+        if not first:
+            return
         rest = {**checkpoint, "state_dict": {}, "pipepart_plain_state": every_plain}
         rest["optimizer_states"] = [{**state, "state": {}} for state in checkpoint.get("optimizer_states", [])]
-        torch.save(rest, part / _REST)
+        with open(part / _REST, "wb") as file:
+            torch.save(rest, file)
+            file.flush()
+            os.fsync(file.fileno())
         files = sorted(file for file in part.iterdir())
         manifest = {file.name: {"bytes": file.stat().st_size, "sha256": digest_of(file)} for file in files}
         (part / _MANIFEST).write_text(json.dumps(manifest))
         _take_the_place_of(part, target)
 
+    try:
+        for step in (begin, write, finish):
+            together(lambda step=step: _named(step, target))  # type: ignore[misc]
+    except CheckpointError:
+        if first:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _named(step: Callable[[], None], target: Path) -> None:
+    """Say which checkpoint could not be written, and what is left."""
+    try:
+        step()
+    except (OSError, RuntimeError, CheckpointException) as error:
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        kept = f" The one that was there before is untouched: {target}." if target.exists() else ""
+        raise CheckpointError(f"the checkpoint {target} could not be written: {first}.{kept}") from error
+
 
 def _take_the_place_of(part: Path, target: Path) -> None:
-    """A directory cannot replace another in one step: the old one steps aside, and is removed when the new one is there."""
-    aside = target.with_name(f"{target.name}.old")
+    """Both change their names in one step where the system can do that (Linux).
+
+    Elsewhere the old one steps aside first: a crash between the two steps leaves it there, and `bring_back` finds it.
+    """
+    aside = _aside(target)
     shutil.rmtree(aside, ignore_errors=True)
-    if target.exists():
+    if not target.exists():
+        os.replace(part, target)
+    elif _exchange(part, target):
+        shutil.rmtree(part, ignore_errors=True)
+    else:
         os.replace(target, aside)
-    os.replace(part, target)
-    shutil.rmtree(aside, ignore_errors=True)
+        os.replace(part, target)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f"{target.name}.old")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    try:
+        swap = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(swap(here, os.fsencode(one), here, os.fsencode(other), both) == 0)
+
+
+def bring_back(path: Any) -> None:
+    """A crash in the middle of a save may have left the checkpoint under the name that it stepped aside to."""
+    target = Path(path)
+    if "://" not in str(path) and not target.exists() and is_sharded(_aside(target)):
+        os.replace(_aside(target), target)
 
 
 # ---- reading: each rank for itself
@@ -93,13 +164,36 @@ def verify_shards(path: Any) -> None:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: no readable {_MANIFEST} ({error})") from error
+        raise CheckpointError(
+            f"the checkpoint {folder} is damaged: no readable {_MANIFEST} ({error}).{_others(folder)}"
+        ) from error
     for name, entry in manifest.items():
         file = folder / name
         if not file.exists():
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
-        if file.stat().st_size != entry["bytes"] or digest_of(file) != entry["sha256"]:
-            raise CheckpointError(f"the checkpoint {folder} is damaged: the content of {name} is not what was written")
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing.{_others(folder)}")
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(
+                f"the checkpoint {folder} is damaged: {name} has {size:,} bytes, and {entry['bytes']:,} were written."
+                f"{_others(folder)}"
+            )
+        if digest_of(file) != entry["sha256"]:
+            raise CheckpointError(
+                f"the checkpoint {folder} is damaged: the content of {name} is not what was written.{_others(folder)}"
+            )
+
+
+def _others(damaged: Path) -> str:
+    """The newest intact neighbour of its kind, to go on with."""
+    candidates = [path for path in damaged.parent.glob("*.ckpt") if path != damaged and is_sharded(path)]
+    for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            manifest = json.loads((path / _MANIFEST).read_text())
+            if all(digest_of(path / name) == entry["sha256"] for name, entry in manifest.items()):
+                return f" The newest intact checkpoint beside it: {path}"
+        except (OSError, ValueError):
+            continue
+    return ""
 
 
 def load_rest(path: Any, weights_only: bool | None) -> dict[str, Any]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
+import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,11 +18,11 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from realistic import build
-from support.ranks import run_ranks
+from support.ranks import RanksFailed, run_ranks
 from watching import QUIET, Notes
 
 from pipepart import PipelineStrategy
-from pipepart.strategy import WeightEMA
+from pipepart.strategy import WeightEMA, checkpoint_io, sharded
 from pipepart.strategy.checkpoint_io import CheckpointError, SafeCheckpointIO, manifest_of, verify
 from pipepart.strategy.sharded import consolidate
 
@@ -31,8 +35,7 @@ def _run(shape: str, folder: str, epochs: int, resume: str | None, save: str | N
     stages, devices = SHAPES[shape]
     module, train, _ = build("gpt")
     notes = Notes()
-    sharded = options.pop("sharded", False)
-    strategy = PipelineStrategy(stages=stages, microbatches=3, sharded=sharded)
+    strategy = PipelineStrategy(stages=stages, microbatches=3, sharded=options.pop("sharded", False))
     callbacks = [notes, *options.pop("callbacks", [])]
     options = {**QUIET, "default_root_dir": folder, "limit_val_batches": 0, **options}
     trainer = L.Trainer(strategy=strategy, devices=devices, max_epochs=epochs, callbacks=callbacks, **options)
@@ -87,9 +90,13 @@ def test_sharded_checkpoint_resumes_at_another_shape_and_becomes_plain(tmp_path)
     consolidate(folder, tmp_path / "plain.ckpt")
     plain = _run("1", str(tmp_path), 2, str(tmp_path / "plain.ckpt"), None)
     assert plain["losses"] == pytest.approx(whole["losses"][3:], rel=3e-5)
-    shard = next(folder.glob("*.distcp"))
+    shutil.copytree(folder, tmp_path / "intact.ckpt")
+    shard, *_ = sorted(folder.glob("*.distcp"))
     _flip(shard)
-    with pytest.raises(CheckpointError, match=f"{shard.name} is not what was written"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} is not what was written.*beside it: .*intact.ckpt"):
+        _run("1", str(tmp_path), 2, str(folder), None)
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=f"{shard.name} has .* bytes, and .* were written.*intact.ckpt"):
         _run("1", str(tmp_path), 2, str(folder), None)
 
 
@@ -127,58 +134,142 @@ def test_truncated_and_flipped_files_are_named(tmp_path) -> None:
     assert not manifest_of(good).exists()
 
 
-def test_full_disk_leaves_the_previous_one(tmp_path, monkeypatch) -> None:
+@contextmanager
+def _room_for(size: int) -> Iterator[None]:
+    """Files cannot grow beyond this size: the system refuses to write more, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_full_disk_leaves_the_previous_one(tmp_path) -> None:
     io, path = SafeCheckpointIO(), tmp_path / "last.ckpt"
     io.save_checkpoint(_content(1.0), path)
-    own = torch.save
-
-    def full(value, file):
-        own(value, file)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"last.ckpt could not be written: .*No space left.*untouched"):
+    with _room_for(2000), pytest.raises(CheckpointError, match=r"last.ckpt could not be written: .*untouched"):
         io.save_checkpoint(_content(2.0), path)
     verify(path)
     assert io.load_checkpoint(path)["state_dict"]["weight"][0] == 1.0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "last.ckpt.sha256"]
 
 
-_KILLED = """
-import os, signal, sys, torch
-from pipepart.strategy.checkpoint_io import SafeCheckpointIO
-import pipepart.strategy.checkpoint_io as module
-io, path, moment = SafeCheckpointIO(), sys.argv[1], sys.argv[2]
-state = lambda value: {"state_dict": {"weight": torch.full((1000,), value)}}
-io.save_checkpoint(state(1.0), path)
-die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-if moment == "while writing":
-    own = torch.save
-    torch.save = lambda value, file: (own(value, file), file.flush(), die())
-elif moment == "before the rename":
-    own_replace = os.replace
-    os.replace = lambda a, b: die() if str(b).endswith(".ckpt") else own_replace(a, b)
-else:
-    count = [0]
-    own_write = module._write_manifest
-    module._write_manifest = lambda *args: (count.append(0), die() if len(count) == 3 else own_write(*args))
-io.save_checkpoint(state(2.0), path)
-"""
+def _shards(value: float, path: Path) -> None:
+    sharded.save(_content(value), path, SimpleNamespace(groups=None), lambda step: step())  # type: ignore[arg-type]
+
+
+def _value(path: Path) -> float:
+    """What is in a checkpoint of either kind, after it was held against its digests."""
+    if not sharded.is_sharded(path):
+        verify(path)
+        return float(SafeCheckpointIO().load_checkpoint(path)["state_dict"]["weight"][0])
+    sharded.verify_shards(path)
+    consolidate(path, path.with_name("whole.ckpt"))
+    return _value(path.with_name("whole.ckpt"))
+
+
+def _dies(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """`kill -9` at this moment of the next save."""
+
+    def at(place: Any, name: str, when: Callable[..., bool] = lambda *args: True, after: bool = False) -> None:
+        own = getattr(place, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            answer = own(*args, **kwargs) if after or not when(*args) else None
+            if when(*args):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answer
+
+        monkeypatch.setattr(place, name, wrapped)
+
+    if moment == "while writing":
+        at(torch, "save", after=True)
+    elif moment == "before the rename":
+        at(os, "replace", lambda a, b: str(b).endswith(".ckpt"))
+        monkeypatch.setattr(sharded, "_exchange", lambda a, b: os.kill(os.getpid(), signal.SIGKILL))
+    elif moment == "between the renames":  # on a system that cannot exchange two names in one step
+        monkeypatch.setattr(sharded, "_exchange", lambda a, b: False)
+        at(os, "replace", lambda a, b: str(a).endswith(".part"))
+    else:
+        at(checkpoint_io, "_write_manifest", lambda path, entries: len(entries) == 1, after=True)
+        at(shutil, "rmtree", lambda path, **kwargs: str(path).endswith(".part") and sharded.is_sharded(path))
+
+
+KILLS = {
+    "plain": {"while writing": 1.0, "before the rename": 1.0, "after the rename": 2.0},
+    "shards": {"while writing": 1.0, "before the rename": 1.0, "between the renames": 1.0, "after the rename": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", KILLS)
+def test_kill_during_a_save(tmp_path, monkeypatch, kind: str) -> None:
+    """At any moment: under the name there is the previous checkpoint, or the new one, and it is whole."""
+    write = (
+        (lambda value, path: SafeCheckpointIO().save_checkpoint(_content(value), path)) if kind == "plain" else _shards
+    )
+    for moment, value in KILLS[kind].items():
+        path = tmp_path / moment / "last.ckpt"
+        write(1.0, path)
+        child = os.fork()
+        if child == 0:
+            _dies(monkeypatch, moment)
+            write(2.0, path)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, moment
+        sharded.bring_back(path)
+        assert _value(path) == value, moment
+        write(3.0, path)
+        assert _value(path) == 3.0, moment
+        assert not list(path.parent.glob("*.part"))
+        assert not list(path.parent.glob("*.old"))
+
+
+def _broken_saves(shape: str, folder: str) -> list[str]:
+    """Shards of two ranks: a disk that is full for one of them, a place that cannot be written to."""
+    found = []
+    path = f"{folder}/shards.ckpt"
+    stages, devices = SHAPES[shape]
+    module, train, _ = build("gpt")
+    trainer = L.Trainer(
+        strategy=PipelineStrategy(stages=stages, microbatches=3, sharded=True), devices=devices, max_steps=1, **QUIET
+    )
+    trainer.fit(module, train)
+    trainer.save_checkpoint(path)
+    for room, target in ((4000, path), (None, "/proc/nowhere/a.ckpt")):
+        with _room_for(room) if room and trainer.global_rank == 1 else nullcontext():
+            try:
+                trainer.save_checkpoint(target)
+                found.append("nothing raised")
+            except CheckpointError as error:
+                found.append(str(error))
+    trainer.strategy.barrier()
+    sharded.verify_shards(path)
+    return found
+
+
+def test_shards_on_a_full_disk(tmp_path) -> None:
+    for full, nowhere in run_ranks(2, _broken_saves, "2x1", str(tmp_path)):
+        assert re.search(r"shards.ckpt could not be written: .*File too large.*untouched", full), full
+        assert "/proc/nowhere/a.ckpt could not be written" in nowhere
+    assert [p.name for p in tmp_path.iterdir()] == ["shards.ckpt"]
+
+
+def _killed_rank(shape: str, folder: str) -> None:
+    path = f"{folder}/shards.ckpt"
+    _run(shape, folder, 1, None, path, sharded=True)
+    if torch.distributed.get_rank() == 1:
+        own = sharded.write_tensors
+        sharded.write_tensors = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL) or own  # type: ignore
+    _run(shape, folder, 1, None, path, sharded=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("moment", "value"), [("while writing", 1.0), ("before the rename", 1.0), ("after the rename", 2.0)]
-)
-def test_kill_during_a_save(tmp_path, moment: str, value: float) -> None:
-    path = tmp_path / "last.ckpt"
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(path), moment], timeout=100, env={**os.environ})
-    assert done.returncode == -signal.SIGKILL
-    verify(path)
-    assert SafeCheckpointIO().load_checkpoint(path)["state_dict"]["weight"][0] == value
-    SafeCheckpointIO().save_checkpoint(_content(3.0), path)
-    verify(path)
-    assert not list(tmp_path.glob("*.part"))
+def test_kill_of_one_rank_while_all_save_shards(tmp_path) -> None:
+    with pytest.raises(RanksFailed, match="rank 1 died, exit code -9"):
+        run_ranks(2, _killed_rank, "2x1", str(tmp_path))
+    sharded.verify_shards(tmp_path / "shards.ckpt")
+    assert len(_run("1", str(tmp_path), 2, str(tmp_path / "shards.ckpt"), None)["losses"]) == 3
 
 
 def _damaged_resume(shape: str, folder: str) -> str:

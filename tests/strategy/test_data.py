@@ -11,7 +11,7 @@ import torch
 from realistic import Rows, build
 from support.ranks import run_ranks
 from torch.utils.data import DataLoader, IterableDataset
-from watching import QUIET, assert_same_run, assert_same_state, run_fit
+from watching import QUIET, Notes, assert_same_run, assert_same_state, run_fit
 
 from pipepart import PipelineStrategy
 
@@ -161,3 +161,49 @@ def test_combined_loaders_and_nested_batches() -> None:
     answers = run_ranks(2, _several_loaders, True, 2)
     assert_same_run(answers[1], expected, "combined")
     assert_same_state(answers[0]["state"], expected["state"], "combined")
+
+
+class Places:
+    """A loader of one's own that knows how far it is."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.place = batches, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        while self.place < len(self.batches):
+            self.place += 1
+            yield self.batches[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def _in_the_middle(pipeline: bool, devices: int, folder: str) -> list[list[float]]:
+    """Stop after 2 of 5 batches, go on in a new trainer."""
+    found = []
+    path = f"{folder}/middle-{pipeline}.ckpt"
+    for steps, resume in ((2, None), (7, path)):
+        module, train, _ = build("many_losses", samples=20, batch_size=4)
+        chosen = PipelineStrategy(stages=2, microbatches=2) if pipeline else "auto"
+        notes = Notes()
+        trainer = L.Trainer(strategy=chosen, devices=devices, max_steps=steps, callbacks=[notes], **QUIET)
+        trainer.fit(module, Places(list(train)), ckpt_path=resume)
+        trainer.save_checkpoint(path)
+        found.append(notes.losses)
+    return found
+
+
+def test_stateful_loader_goes_on_where_it_was(tmp_path) -> None:
+    """As on one device: planning has looked at the first batch, and has not taken it."""
+    expected = _in_the_middle(False, 1, str(tmp_path))
+    assert [len(losses) for losses in expected] == [2, 5]
+    for answer in run_ranks(2, _in_the_middle, True, 2, str(tmp_path)):
+        for losses, wanted in zip(answer, expected):
+            assert losses == pytest.approx(wanted, rel=3e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import pytest
 import torch
@@ -11,6 +13,7 @@ from support.reference import assert_close, reference_step
 
 import pipepart
 from pipepart import PipelineStrategy
+from pipepart.runtime.replicas import ReplicaMean
 
 SLOW = pytest.mark.slow
 QUIET = {
@@ -129,13 +132,42 @@ def test_strategy_by_name() -> None:
     assert pipepart.PipelineStrategy.strategy_name == "pipepart"
 
 
+def _counted(*args: Any) -> tuple[Any, list[int]]:
+    """A fit, and how often gradients were exchanged between the replicas by then, at each step of the optimizer."""
+    count, steps = [0], []
+    own, step = ReplicaMean.finish, Module.optimizer_step
+
+    def finish(self):
+        count[0] += 1
+        return own(self)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        def watched():
+            loss = closure()
+            steps.append(count[0])
+            return loss
+
+        step(self, epoch, batch_idx, optimizer, watched)
+
+    ReplicaMean.finish, Module.optimizer_step = finish, optimizer_step
+    try:
+        return _pipeline(*args), steps
+    finally:
+        ReplicaMean.finish, Module.optimizer_step = own, step
+
+
 @pytest.mark.slow
-def test_replicas_equal_one_process_on_the_union_of_their_batches() -> None:
+def test_replicas_equal_one_process_and_reduce_once_for_each_step() -> None:
     """Two replicas see the same batches here (no sampler), so their mean is the gradient of one."""
-    answers = run_ranks(4, _pipeline, "gpt", 2, 4, {"max_steps": 5})
-    expected, _ = _plain_loop("gpt", 5, None)
-    for key, value in expected.items():
-        assert_close(key, answers[0][0][key], value, 3e-6)
+    options = {"max_steps": 4, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
+    answers = run_ranks(4, _counted, "gpt", 2, 4, options)
+    expected, losses = _plain_loop("gpt", 4, 0.5, accumulate=3)
+    for (state, seen, _, _), steps in answers:
+        assert steps == [1, 2, 3, 4], "one exchange of gradients for each step of the optimizer"
+        assert seen == pytest.approx([loss / 3 for loss in losses], rel=1e-5), "Lightning shows the share of the step"
+        for key, value in expected.items() if state else ():
+            assert_close(key, state[key], value, 3e-6)
+    assert answers[0][0][0]
 
 
 def _checkpoint(stages: int, devices: int, folder: str, resume: str | None, steps: int):

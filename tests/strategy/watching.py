@@ -102,6 +102,7 @@ def run_fit(module: L.LightningModule, train, val, strategy: Any, devices: int, 
         "rates": notes.rates,
         "logged": written.lines,
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "bar": {key: float(value) for key, value in trainer.progress_bar_metrics.items()},
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
     }
