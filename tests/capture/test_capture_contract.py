@@ -43,19 +43,25 @@ def test_recording_leaves_the_model_as_it_was():
 
 
 @pytest.mark.slow
-def test_hash_is_the_same_in_another_process_and_on_the_meta_device():
+def test_another_process_the_same_hash_on_the_meta_device_and_ten_billion_parameters_without_memory():
     model, args = gpt()
     here = record(model, args).hash
     code = (
         "import torch; from tools.bench.zoo.plain_blocks import GPT, ids; from pipepart.capture import record\n"
-        "torch.manual_seed(1)\nwith torch.device('meta'): m = GPT()\nprint(record(m, (ids(4), ids(4))).hash)"
+        "torch.manual_seed(1)\nwith torch.device('meta'): m = GPT()\nprint(record(m, (ids(4), ids(4))).hash)\n"
+        "from tools.bench.zoo.large import capture_large\nfound = capture_large(10.0)\n"
+        "print(found.parameters, found.peak_bytes)"
     )
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     there = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "7"},
     )  # fmt: skip
-    assert there.stdout.strip().splitlines()[-1] == here
+    hashed, numbers = there.stdout.strip().splitlines()[-2:]
+    assert hashed == here
+    parameters, peak = map(int, numbers.split())
+    assert parameters > 10e9
+    assert peak < 1e9
     other = GPT(depth=3)
     assert record(other, args).hash != here
 

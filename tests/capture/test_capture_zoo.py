@@ -1,10 +1,5 @@
 """A part of the zoo of library models: captured equal to eager, and nothing but activations crosses the cuts."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +10,6 @@ from tools.bench.zoo import images, language
 from tools.bench.zoo.checks import check_model
 from tools.bench.zoo.detached import non_differentiable_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["gpt2", "llama", "vit"]
 SLOW = [
     "bert",
@@ -34,7 +28,7 @@ SLOW = [
     "convnext",
     "wav2vec2_all_layers",
 ]
-TIMM = ["resnet18", "mobilenetv3_small_050", "convnext_atto", "mobileone_s0"]
+TIMM = ["resnet18", "mobilenetv3_small_050", "convnext_atto", "levit_128s"]
 
 
 def test_the_zoo_is_large_enough():
@@ -87,14 +81,3 @@ def test_layers_that_are_dropped_at_random_are_refused_with_what_to_set():
     model, example = language.ARCHITECTURES["wav2vec2_ctc"]()
     with pytest.raises(CaptureError, match=r"modeling_wav2vec2\.py:\d+(.|\n)*LayerDrop: set its rate to 0"):
         record(model.train(), example(2))
-
-
-@pytest.mark.slow
-def test_ten_billion_parameters_are_captured_without_memory():
-    done = subprocess.run(
-        [sys.executable, "-c", "from tools.bench.zoo.large import capture_large; print(capture_large(10.0))"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
-    parameters, peak = (int(re.search(rf"{name}=(\d+)", done.stdout)[1]) for name in ("parameters", "peak_bytes"))
-    assert parameters > 10e9
-    assert peak < 1e9
