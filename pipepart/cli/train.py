@@ -107,6 +107,8 @@ def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]
     start_ranks(config, folder)
     result = read_result(folder)
     say_where(folder)
+    if nodes > 1 and not (folder / "result.json").exists():
+        print("\nThe first rank ran on another machine: the report and the checkpoints are there.", flush=True)
     return result
 
 

@@ -52,8 +52,11 @@ class _Drawing:
         fill: str = "",
         anchor: str = "start",
         bold: bool = False,
+        halo: bool = False,
     ) -> None:
         weight = ' font-weight="600"' if bold else ""
+        if halo:  # in front of lines
+            weight += f' stroke="{self.paper}" stroke-width="3" paint-order="stroke"'
         self.parts.append(
             f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size}" fill="{fill or self.ink}" text-anchor="{anchor}"{weight}>'
             f"{escape(words)}</text>"
@@ -87,8 +90,8 @@ def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
     hop = 46.0
     box = (drawing.width - 20 - hop * (per_row - 1)) / per_row
     rows = -(-count // per_row)
-    skips = [item for item in plan.traffic if item.skip]
-    height, above = 66.0, (20.0 + 12 * min(3, len(skips)) if skips and rows == 1 else 8.0)
+    skips = sorted((item for item in plan.traffic if item.skip), key=lambda item: item.target - item.source)
+    height, above = 66.0, (10.0 + 15 * min(3, len(skips)) if skips and rows == 1 else 8.0)
     traffic = {(item.source, item.target): item for item in plan.traffic}
 
     def corner(chunk: int) -> tuple[float, float]:
@@ -126,7 +129,7 @@ def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
         for number, item in enumerate(skips[:12]):
             x1, y1 = corner(item.source)
             x2, _ = corner(item.target)
-            a, b, lift = x1 + box / 2, x2 + box / 2, 12 + 12 * (number % 3)
+            a, b, lift = x1 + box / 2, x2 + box / 2, 14 + 18 * (number % 3)  # longer ones pass above shorter ones
             drawing.path(
                 f"M{a:.1f} {y1:.1f}C{a:.1f} {y1 - lift:.1f} {b:.1f} {y1 - lift:.1f} {b:.1f} {y1 - 1:.1f}",
                 drawing.soft,
@@ -139,6 +142,7 @@ def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
                 size=9,
                 fill=drawing.soft,
                 anchor="middle",
+                halo=True,
             )
     return top + above + rows * (height + 26)
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_programs import PATIENCE, SHORT, end, gone, train_trouble, trouble_folder
+from cli_programs import PATIENCE, end, gone, train_trouble, trouble_folder
 
 from pipepart.cli.main import main
 
@@ -58,7 +58,8 @@ def test_killed_and_interrupted_runs_leave_nothing_behind(trouble: Path, how: st
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_sweep_over_four_jobs_runs_four_jobs(tmp_path: Path) -> None:
-    words = ["train", "-m", "recipe=mlp", *SHORT, "strategy.schedule=gpipe,1f1b", "strategy.microbatches=2,4"]
+    short = ["logger=none", "callbacks=none", "trainer.max_steps=2", "trainer.limit_val_batches=0"]
+    words = ["train", "-m", "recipe=mlp", *short, "strategy.schedule=gpipe,1f1b", "strategy.microbatches=2,4"]
     process = subprocess.run(
         [sys.executable, "-m", "pipepart.cli", *words],
         cwd=tmp_path,
