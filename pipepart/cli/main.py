@@ -152,14 +152,25 @@ def _plan(words: list[str]) -> int:
 
 
 def _view(words: list[str]) -> int:
-    parser = _parser("view")
+    parser = _parser(
+        "view",
+        "  pipepart view outputs/latest                          report.html beside the plan\n"
+        "  pipepart view outputs/latest --text                   table and chart in this terminal\n"
+        "  pipepart view plan.json --compare other.json -o both.html\n"
+        "  pipepart view outputs/latest --svg plan.svg --perfetto trace.json",
+    )
     parser.add_argument("source", help="plan.json, trace.json, or the output folder of a run")
     parser.add_argument("-o", "--output", default=None, help="where to write the page (default: beside the source)")
+    parser.add_argument("--compare", help="a second plan, or its run folder, to show beside it")
+    parser.add_argument("--title", help="of the page, the picture and the trace")
+    parser.add_argument("--text", action="store_true", help="print table and chart to the terminal")
+    parser.add_argument("--svg", help="write the partition and its schedule as a picture")
+    parser.add_argument("--theme", choices=["light", "dark"], default="light", help="of the picture")
+    parser.add_argument("--perfetto", help="write a trace for ui.perfetto.dev")
     given = parser.parse_args(words)
-    from pipepart.cli.console import shown
-    from pipepart.report import view
+    from pipepart.cli.view import view_files
 
-    print(shown(view(given.source, given.output)))
+    view_files(**{name: value for name, value in vars(given).items() if name != "help"})
     return 0
 
 

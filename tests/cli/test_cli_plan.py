@@ -10,6 +10,7 @@ import pytest
 
 from pipepart.cli.main import main
 from pipepart.planning import Plan
+from pipepart.report import check_trace
 
 SMALL = ["recipe=mlp", "model.width=16"]
 MODEL = """
@@ -40,6 +41,16 @@ def test_a_recipe_for_this_machine(capsys, tmp_path: Path) -> None:
     assert "recipe mlp for this machine" in capsys.readouterr().out
     plan = Plan.load(tmp_path / "out" / "plan.json")
     assert (plan.stages, plan.replicas, plan.cost_source) == (3, 1, "profile")
+    assert main(["view", "out", "--text"]) == 0
+    shown = capsys.readouterr().out
+    assert "predicted" in shown
+    assert "stage  2  " in shown
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]
+    words = ["--compare", "out/plan.json", "--svg", "plan.svg", "--perfetto", "trace.json", "--title", "three"]
+    assert main(["view", "out", "-o", "page.html", *words]) == 0
+    assert capsys.readouterr().out.split() == ["page.html", "plan.svg", "trace.json"]
+    assert "<title>three</title>" in (tmp_path / "page.html").read_text()
+    check_trace(json.loads((tmp_path / "trace.json").read_text()))
 
 
 def test_a_recipe_for_a_cluster_that_is_not_there(capsys) -> None:
