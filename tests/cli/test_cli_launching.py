@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from cli_programs import SHORT, end, start, trouble_folder
 
+from pipepart.cli.config import compose_config
+from pipepart.cli.main import main
 from pipepart.cli.ranks import _NAMES, already_started, join_started
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
@@ -55,6 +57,16 @@ def test_the_variables_of_submitit_are_those_that_it_sets() -> None:
     local = pytest.importorskip("submitit.local.local").LocalJobEnvironment._env
     order = ("global_rank", "local_rank", "num_tasks", "num_nodes", "node", "job_id")
     assert _NAMES["SUBMITIT_LOCAL_GLOBALID"] == tuple(local[name] for name in order)
+
+
+def test_slurm_gets_one_task_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["launcher=slurm", "launcher.nodes=2", "devices=8", "hydra.launcher.partition=gpu"]
+    found = compose_config(words, hydra=True).hydra.launcher
+    assert found._target_.endswith("SlurmLauncher")
+    assert (found.nodes, found.tasks_per_node, found.cpus_per_task, found.partition) == (2, 8, 1, "gpu")
+    assert main(["train", "-m", "launcher=slurm"]) == 2
+    assert "give devices=N" in capsys.readouterr().err
 
 
 def _free_port() -> str:
