@@ -99,7 +99,9 @@ def put_back(recorder: Recorder, node: fx.Node, position: int, explanation: Expl
         value = LAWS[explanation.law].emit(recorder.graph, explanation.constant, size)
     for made in recorder.graph.nodes:
         if made not in known:
-            recorder.facts[made] = Fact(fact.module, fact.module_class, fact.source, number=0, varies=True)
+            recorder.facts[made] = Fact(
+                fact.module, fact.module_class, fact.source, number=0, varies=True, checkpoint=fact.checkpoint
+            )
     recorder.facts[size].number = explanation.dimension.size
     recorder.facts[value].number = explanation.value(explanation.dimension.size)
     count = -1

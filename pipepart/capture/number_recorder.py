@@ -59,7 +59,9 @@ class NumberRecorder:
         if self.facts[seen].chance:
             if certain(seen):
                 return
-            raise NotRecordable(f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0")
+            raise NotRecordable(
+                f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0 (layerdrop=0.0)"
+            )
         guard = self.make("call_function", intrinsics.check, (seen, result, where), {})
         self.facts[guard].from_data = self.facts[seen].from_data
 
@@ -136,7 +138,9 @@ class NumberRecorder:
         if self.facts[node].chance:
             if certain(node):
                 return value
-            raise NotRecordable(f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0")
+            raise NotRecordable(
+                f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0 (layerdrop=0.0)"
+            )
         guard = self.make("call_function", intrinsics.check, (node, value, where), {})
         self.facts[guard].from_data = True
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -99,7 +100,7 @@ def record_call(call: Call) -> Recording:
                 around.restore(settings.whole if settings.settled else None)
                 return recording
             except Retry:
-                continue
+                gc.collect(0)  # what the failed run has kept alive in its frames
             except Exception:
                 if settings.settled:
                     state.set_attributes(attributes)
