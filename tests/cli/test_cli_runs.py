@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,36 +17,49 @@ from cli_programs import PATIENCE, end, gone, train_trouble, trouble_folder
 from pipepart.cli.main import main
 
 
-@pytest.fixture
-def trouble(tmp_path: Path) -> Path:
-    return trouble_folder(tmp_path)
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[str]]]]:
+    """Three runs that come to a bad end, started at the same time: most of what they do is to import libraries."""
+    found = {}
+    for name, trouble, steps in (
+        ("raise", "raise", 10),
+        ("killed", "none", 1_000_000),
+        ("interrupted", "none", 1_000_000),
+    ):
+        folder = trouble_folder(tmp_path_factory.mktemp(name))
+        found[name] = folder, train_trouble(folder, trouble, steps)
+    yield found
+    for _, process in found.values():
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_rank_that_raises_ends_the_run_with_its_reason(trouble: Path) -> None:
-    process = train_trouble(trouble, "raise", 10)
+@pytest.mark.timeout(300)
+def test_a_rank_that_raises_ends_the_run_with_its_reason(programs) -> None:
+    folder, process = programs["raise"]
     output = end(process)
     assert process.returncode == 1, output
     assert "rank 1 failed first" in output
     assert "ValueError: boom on purpose" in output
     assert "trouble.py:12 in on_train_batch_start" in output
     assert output.count("Traceback") == 0
-    assert (trouble / "outputs" / "latest" / "logs" / "traceback-rank1.txt").is_file()
+    assert (folder / "outputs" / "latest" / "logs" / "traceback-rank1.txt").is_file()
     assert gone(process.pid)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
-def test_killed_and_interrupted_runs_leave_nothing_behind(trouble: Path, how: str) -> None:
-    process = train_trouble(trouble, "none", 1_000_000)
+def test_killed_and_interrupted_runs_leave_nothing_behind(programs, how: str) -> None:
+    folder, process = programs[how]
     deadline = time.monotonic() + PATIENCE
-    while not (trouble / "pid1").exists() and time.monotonic() < deadline and process.poll() is None:
+    while not (folder / "pid1").exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.2)
     time.sleep(1.0)
     if how == "killed":
-        os.kill(int((trouble / "pid1").read_text()), signal.SIGKILL)
+        os.kill(int((folder / "pid1").read_text()), signal.SIGKILL)
     else:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     output = end(process)
