@@ -130,20 +130,24 @@ class _Step:
         self.outputs: list[tuple[Any, ...]] = [()] * schedule.microbatches
         expected = {s: m for (s, t), m in executor.channels(schedule).items() if t == executor._stage}
         leaving = any(s == executor._stage for s, _ in executor.channels(schedule))
+        self._inbox: Inbox | None = None
+        self._outbox: Outbox | None = None
+        self._handlers = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
         if expected or leaving:
             assert executor._transport is not None
             common = (executor._transport, self._routes, executor._announced, step.forms, executor._device)
             self._inbox, self._outbox = Inbox(*common, expected, self._gradient_specs), Outbox(*common)
 
     def perform(self, action: Action) -> None:
-        handlers = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
-        handler = handlers.get(action.kind)
+        handler = self._handlers.get(action.kind)
         if handler is None:
             raise PipelineError(f"this runtime does not know the action {action} (kind {action.kind!r})")
         handler(action)
+        if self._inbox is not None:  # after the results have gone out: another stage may wait for them
+            self._inbox.post_ahead()
 
     def finish(self) -> None:
-        if hasattr(self, "_outbox"):
+        if self._outbox is not None:
             self._outbox.settle()
         assert not self._stash, f"no backward for {sorted(self._stash)}"
         assert not self._weight_work, f"no weight gradients for {sorted(self._weight_work)}"
@@ -216,6 +220,7 @@ class _Step:
                 self._local_values[key] = detached
             else:
                 message, started = Message("F", *pair, microbatch), self._now()
+                assert self._outbox is not None
                 self._outbox.send_values(message, edges, content)
                 self._trace(message.send, started)
 
@@ -285,6 +290,7 @@ class _Step:
             self._local_gradients[key] = content
         else:
             message, started = Message("B", pair[1], pair[0], microbatch), self._now()
+            assert self._outbox is not None
             self._outbox.send_gradients(message, content)
             self._trace(message.send, started)
 
@@ -296,6 +302,7 @@ class _Step:
         return tuple(stash.specs[edge.name] for edge in self._routes.gradients((message.target, message.source)))
 
     def _take(self, message: Message) -> list[Any]:
+        assert self._inbox is not None
         started = self._now()
         values = self._inbox.take(message)
         self._trace(message.recv, started)

@@ -55,7 +55,7 @@ class Outbox:
     ):
         self._transport, self._routes, self._announced = transport, routes, announced
         self._forms, self._device = forms, device
-        self._open: deque[tuple[Pending, torch.Tensor, str]] = deque()
+        self._open: deque[tuple[Pending, torch.Tensor, Message, int]] = deque()
 
     def send_values(self, message: Message, edges: Sequence[Edge], values: Sequence[Any]) -> None:
         """Send the values of a forward message; its form goes first when the other end does not know it."""
@@ -92,12 +92,12 @@ class Outbox:
             self._open.popleft()
         if tensor.numel():
             tensor = tensor.contiguous()
-            self._open.append((self._transport.send(tensor, target), tensor, f"SEND {message} to stage {target}"))
+            self._open.append((self._transport.send(tensor, target), tensor, message, target))
 
     def settle(self) -> None:
         while self._open:
-            pending, _, what = self._open.popleft()
-            _wait(pending, what)
+            pending, _, message, target = self._open.popleft()
+            _wait(pending, message, "to", target)
 
 
 class Inbox:
@@ -120,6 +120,7 @@ class Inbox:
         self._waiting = {source: deque(messages) for source, messages in expected.items()}
         self._posted: dict[Message, _Arrival] = {}
         self._posted_from = dict.fromkeys(self._waiting, 0)
+        self._behind: set[int] = set()
         for source in self._waiting:
             self._post_ahead(source)
 
@@ -129,10 +130,15 @@ class Inbox:
         while message not in self._posted:
             self._post(source, may_block=True)
         arrival = self._posted.pop(message)
-        values = arrival.values(f"RECV {message} from stage {source}")
+        values = arrival.values(message, source)
         self._posted_from[source] -= 1
-        self._post_ahead(source)
+        self._behind.add(source)
         return values
+
+    def post_ahead(self) -> None:
+        """Post again what `take` has used up. Called when no other stage waits for this one."""
+        while self._behind:
+            self._post_ahead(self._behind.pop())
 
     def _post_ahead(self, source: int) -> None:
         while (
@@ -143,7 +149,6 @@ class Inbox:
     def _post(self, source: int, may_block: bool) -> bool:
         """Post the next message of a channel. False if its form is not known yet and `may_block` is not set."""
         message = self._waiting[source][0]
-        what = f"RECV {message} from stage {source}"
         if message.payload == "B":
             specs = self._gradient_specs(message)
             assert specs is not None or not may_block, f"{message} is expected before its forward has run"
@@ -157,11 +162,11 @@ class Inbox:
             if not may_block and (specs is None or dynamic):
                 return False
             if specs is None:
-                specs = self._read_announcement(source, what)
+                specs = self._read_announcement(message, source)
                 self._announced.note_received(key, specs)
             if dynamic:
                 specs = tuple(
-                    self._read_shape(spec, source, what)
+                    self._read_shape(spec, message, source)
                     if edge.dynamic_shape and isinstance(spec, TensorSpec)
                     else spec
                     for edge, spec in zip(edges, specs)
@@ -171,17 +176,17 @@ class Inbox:
         self._posted_from[source] += 1
         return True
 
-    def _read(self, size: int, dtype: torch.dtype, source: int, what: str) -> torch.Tensor:
+    def _read(self, size: int, dtype: torch.dtype, message: Message, source: int) -> torch.Tensor:
         buffer = torch.empty(size, dtype=dtype, device=self._device)
-        _wait(self._transport.recv(buffer, source), what)
+        _wait(self._transport.recv(buffer, source), message, "from", source)
         return buffer.cpu()
 
-    def _read_announcement(self, source: int, what: str) -> tuple[ValueSpec, ...]:
-        length = int(self._read(1, torch.int64, source, what))
-        return decode_announcement(self._read(length, torch.uint8, source, what))
+    def _read_announcement(self, message: Message, source: int) -> tuple[ValueSpec, ...]:
+        length = int(self._read(1, torch.int64, message, source))
+        return decode_announcement(self._read(length, torch.uint8, message, source))
 
-    def _read_shape(self, spec: TensorSpec, source: int, what: str) -> TensorSpec:
-        header = self._read(_MAX_DIMS + 1, torch.int64, source, what).tolist()
+    def _read_shape(self, spec: TensorSpec, message: Message, source: int) -> TensorSpec:
+        header = self._read(_MAX_DIMS + 1, torch.int64, message, source).tolist()
         return TensorSpec(tuple(header[1 : 1 + header[0]]), spec.dtype)
 
 
@@ -197,18 +202,19 @@ class _Arrival:
         self._tensors = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs if isinstance(s, TensorSpec)]
         self._pending = [recv(buffer) for buffer in (self._numbers, *self._tensors) if buffer.numel()]
 
-    def values(self, what: str) -> list[Any]:
+    def values(self, message: Message, source: int) -> list[Any]:
         for pending in self._pending:
-            _wait(pending, what)
+            _wait(pending, message, "from", source)
         numbers, tensors = iter(self._numbers.tolist()), iter(self._tensors)
         return [_unpack(next(numbers), spec) if isinstance(spec, str) else next(tensors) for spec in self._specs]
 
 
-def _wait(pending: Pending, what: str) -> None:
+def _wait(pending: Pending, message: Message, way: str, stage: int) -> None:
     try:
         pending.wait()
     except (RuntimeError, OSError) as error:
-        raise PipelineError(f"{what} failed: {error}") from error
+        what = "SEND" if way == "to" else "RECV"
+        raise PipelineError(f"{what} {message} {way} stage {stage} failed: {error}") from error
 
 
 def _shape_header(spec: TensorSpec, edge: Edge) -> torch.Tensor:

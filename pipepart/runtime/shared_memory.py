@@ -1,14 +1,16 @@
 """Transport between CPU processes of one host: tensors through shared memory, notices through a local socket.
 
 A pair of stages has one socket. The sender copies a tensor into a segment of shared memory and sends a small notice;
-the receiver copies it out and sends the segment back as free. Nobody polls, and a send never waits: a segment that is
-not free is not waited for, another one is made. Segments and sockets have no names in the file system (they are
-memory files handed over by descriptor, and abstract sockets), so nothing is left behind by a process that is killed,
-and a peer that dies is noticed at once by the end of its socket.
+the receiver copies it out, and tells with one of its next notices that the segment is free. Nobody polls, and a send
+never waits: a segment that is not free is not waited for, another one is made. Segments and sockets have no names in
+the file system (they are memory files handed over by descriptor, and abstract sockets), so nothing is left behind by a
+process that is killed, and a peer that dies is noticed at once by the end of its socket.
 """
 
 from __future__ import annotations
 
+import array
+import ctypes
 import mmap
 import os
 import select
@@ -27,8 +29,10 @@ from pipepart.runtime.transport import Pending
 
 __all__ = ["SharedMemoryTransport", "one_host"]
 
-_NOTICE = struct.Struct("<BQQ")  # kind, segment, bytes
+_FREED = 8  # at most so many freed segments are told with one notice
+_NOTICE = struct.Struct(f"<BQQB{_FREED}Q")  # kind, segment, bytes, how many segments are free again, which
 _DATA, _NEW, _FREE = 0, 1, 2
+_ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i")) if hasattr(socket, "CMSG_SPACE") else 0
 _LEAST = 1 << 12  # bytes of the smallest segment
 
 
@@ -50,7 +54,8 @@ class _Segment:
     def __init__(self, descriptor: int, size: int) -> None:
         self.size, self.descriptor = size, descriptor
         self._map = mmap.mmap(descriptor, size)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._first = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._first)
 
 
 class _Peer:
@@ -59,39 +64,48 @@ class _Peer:
     def __init__(self, connection: socket.socket, who: str, timeout: float) -> None:
         self._socket, self._who, self._timeout = connection, who, timeout
         connection.setblocking(False)
+        self._readable, self._writable = select.poll(), select.poll()  # not select(): no descriptor above 1023
+        self._readable.register(connection, select.POLLIN)
+        self._writable.register(connection, select.POLLOUT)
         self._mine: dict[int, _Segment] = {}
         self._free: list[int] = []
         self._theirs: dict[int, _Segment] = {}
         self._arrived: deque[tuple[int, int]] = deque()
+        self._done: list[int] = []
+        """Segments of the peer that were copied out; it is told with the next notice."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        data = _as_bytes(tensor)
-        self._read(block=False)  # segments that came back
-        number = self._take(data.numel())
+        assert tensor.is_contiguous()
+        size = tensor.nbytes
+        number = self._take(size)
         segment = self._mine[abs(number)]
-        segment.bytes[: data.numel()].copy_(data)
+        ctypes.memmove(segment.address, tensor.data_ptr(), size)
         if number < 0:  # a new segment goes with its descriptor
-            self._notify(_NEW, -number, data.numel(), [segment.descriptor])
+            self._notify(_NEW, -number, size, segment.descriptor)
             os.close(segment.descriptor)
         else:
-            self._notify(_DATA, number, data.numel())
+            self._notify(_DATA, number, size)
 
     def recv(self, tensor: torch.Tensor) -> None:
-        while not self._arrived:
+        if not self._arrived:
             self._read(block=True)
         number, size = self._arrived.popleft()
-        data = _as_bytes(tensor)
-        if size != data.numel():
-            raise RuntimeError(f"expected {data.numel()} bytes from {self._who}, got {size}")
-        data.copy_(self._theirs[number].bytes[:size])
-        with suppress(ConnectionError):  # a peer that has ended after its last message needs nothing back
-            self._notify(_FREE, number, 0)
+        assert tensor.is_contiguous()
+        if size != tensor.nbytes:
+            raise RuntimeError(f"expected {tensor.nbytes} bytes from {self._who}, got {size}")
+        ctypes.memmove(tensor.data_ptr(), self._theirs[number].address, size)
+        self._done.append(number)
+        if len(self._done) == _FREED:
+            with suppress(ConnectionError):  # a peer that has ended after its last message needs nothing back
+                self._notify(_FREE, 0, 0)
 
     def _take(self, size: int) -> int:
         """A free segment that is large enough (the smallest), or a new one as a negative number."""
-        fitting = [number for number in self._free if self._mine[number].size >= size]
-        if fitting:
-            best = min(fitting, key=lambda number: self._mine[number].size)
+        best = self._smallest(size)
+        if best is None:
+            self._read(block=False)  # some may have come back
+            best = self._smallest(size)
+        if best is not None:
             self._free.remove(best)
             return best
         room = max(_LEAST, 1 << (size - 1).bit_length())
@@ -101,13 +115,18 @@ class _Peer:
         self._mine[number] = _Segment(descriptor, room)
         return -number
 
-    def _notify(self, kind: int, number: int, size: int, descriptors: list[int] | None = None) -> None:
-        notice = _NOTICE.pack(kind, number, size)
+    def _smallest(self, size: int) -> int | None:
+        fitting = [number for number in self._free if self._mine[number].size >= size]
+        return min(fitting, key=lambda number: self._mine[number].size, default=None)
+
+    def _notify(self, kind: int, number: int, size: int, descriptor: int | None = None) -> None:
+        done, self._done = self._done, []
+        notice = _NOTICE.pack(kind, number, size, len(done), *done, *[0] * (_FREED - len(done)))
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                if descriptors:
-                    socket.send_fds(self._socket, [notice], descriptors)
+                if descriptor is not None:
+                    socket.send_fds(self._socket, [notice], [descriptor])
                 else:
                     self._socket.send(notice)
                 return
@@ -116,15 +135,16 @@ class _Peer:
                 self._await(write=True, deadline=deadline)
 
     def _read(self, block: bool) -> None:
-        """Take in notices: all that are here, or wait for one."""
+        """Take in notices: wait for data, or take all that is here."""
         deadline = time.monotonic() + self._timeout
         while True:
+            if block:  # most often nothing is here yet: waiting first saves a call that fails
+                self._await(write=False, deadline=deadline)
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._socket, _NOTICE.size, 1)
+                data, ancillary, _, _ = self._socket.recvmsg(_NOTICE.size, _ROOM_FOR_DESCRIPTOR)
             except BlockingIOError:
                 if not block:
                     return
-                self._await(write=False, deadline=deadline)
                 continue
             except ConnectionResetError:  # it ended with notices of ours unread; what it sent before is still to come
                 continue
@@ -132,22 +152,21 @@ class _Peer:
                 if block:
                     raise ConnectionResetError(f"{self._who} is gone: Connection closed by peer")
                 return  # it has ended, but all that was waited for is here
-            kind, number, size = _NOTICE.unpack(data)
+            kind, number, size, count, *freed = _NOTICE.unpack(data)
+            self._free.extend(freed[:count])
             if kind == _FREE:
-                self._free.append(number)
                 continue
             if kind == _NEW:
-                length = os.fstat(descriptors[0]).st_size
-                self._theirs[number] = _Segment(descriptors[0], length)
-                os.close(descriptors[0])
+                descriptor = array.array("i", ancillary[0][2])[0]
+                self._theirs[number] = _Segment(descriptor, os.fstat(descriptor).st_size)
+                os.close(descriptor)
             self._arrived.append((number, size))
-            block = False  # one is here; take what else has come and go on
+            if block:
+                return
 
     def _await(self, write: bool, deadline: float) -> None:
         left = deadline - time.monotonic()
-        waiting = select.poll()  # not select(), which takes no descriptor above 1023
-        waiting.register(self._socket, select.POLLOUT if write else select.POLLIN)
-        if left <= 0 or not waiting.poll(left * 1000):
+        if left <= 0 or not (self._writable if write else self._readable).poll(left * 1000):
             what = "take a message" if write else "send"
             raise TimeoutError(f"Timed out waiting {self._timeout:.0f} s for {self._who} to {what}")
 
@@ -204,10 +223,6 @@ class SharedMemoryTransport:
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _connect(groups: Groups, timeout: float) -> Mapping[int, _Peer]:

@@ -8,6 +8,6 @@ from tools.bench.runtime.sleeping import sleeping
 if __name__ == "__main__":
     what = sys.argv[1:] or ["sleeping", "compute"]
     if "sleeping" in what:
-        print(sleeping())
+        sleeping()
     if "compute" in what:
-        print(compute())
+        compute()
