@@ -135,6 +135,17 @@ def test_replicas_share_the_data_and_the_logs() -> None:
     assert all(answer[1] == answers[0][1] for answer in answers)
     assert answers[0][1]["total"] == sum(range(24)), "over micro-batches, batches and replicas"
     assert all(answer[2] == [0.0, 1.0] for answer in answers)
+    # One process on the union of what both replicas have read, batch by batch.
+    model, data = Regression(), Numbers()
+    data.setup("fit")
+    optimizer = model.configure_optimizers()
+    for start in range(0, 12, 4):
+        rows = [data.rows[i] for replica in (0, 2) for i in answers[replica][0][start : start + 4]]
+        x, y = torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+        optimizer.zero_grad()
+        (model.net(x)[:, 0] - y / 24).pow(2).mean().backward()
+        optimizer.step()
+    assert_same_state(answers[0][3], model.state_dict(), "replicas on different data")
 
 
 def _several_loaders(pipeline: bool, devices: int) -> dict[str, Any]:

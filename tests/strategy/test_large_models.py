@@ -100,23 +100,42 @@ def _pipelines(stages: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def _filled(seed: int) -> Large:
+    module = Large()
+    module.configure_model()
+    materialise(module, seed)
+    return module
+
+
+def test_modules_fill_themselves() -> None:
+    """In the order of construction, each with random numbers of its own, and nothing else is drawn from."""
+    before = torch.get_rng_state()
+    model = _filled(SEED).model
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.waves.attention.out_proj.bias.abs().max() == 0, "the module around it has the last word"
+    assert model.tokens.weight is model.head.weight
+    assert 0.8 < model.tokens.weight.std() < 1.2, "the first of tied modules counts"
+    assert 0.1 < model.blocks[0].qkv.weight.std() < 0.3, "as _init_weights of the model says"
+    assert not torch.equal(model.blocks[0].qkv.weight, model.blocks[1].qkv.weight)
+    again, other = _filled(SEED).state_dict(), _filled(SEED + 1).state_dict()
+    for name, value in model.state_dict(prefix="model.").items():
+        assert torch.equal(again[name], value), name
+    assert not torch.equal(other["model.tokens.weight"], again["model.tokens.weight"])
+    with torch.device("meta"):
+        half = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    half[0] = nn.Linear(3, 3)
+    real = half[0].weight.clone()
+    materialise(half, SEED)
+    assert torch.equal(half[0].weight, real), "what has values keeps them"
+    assert half[1].weight.isfinite().all()
+
+
+@pytest.mark.slow
 def test_filled_by_stages_and_loaded_from_plain_and_sharded_checkpoints(tmp_path) -> None:
     """At 2 and 3 stages: fresh, from a plain file, and from shards: as one process that fills the whole model."""
     one, shards = str(tmp_path / "one.ckpt"), str(tmp_path / "shards.ckpt")
-    module = Large()
-    module.configure_model()
-    state_before = torch.get_rng_state()
-    materialise(module, SEED)
-    assert torch.equal(torch.get_rng_state(), state_before)
-    assert module.model.waves.attention.out_proj.bias.abs().max() == 0, "the module around it has the last word"
-    assert module.model.tokens.weight is module.model.head.weight
-    assert 0.8 < module.model.tokens.weight.std() < 1.2, "the first of tied modules counts"
-    assert 0.1 < module.model.blocks[0].qkv.weight.std() < 0.3, "as _init_weights of the model says"
-    first = _fit(module, "auto", 1, 1, None, one)
-    module = Large()
-    module.configure_model()
-    materialise(module, SEED + 1)
-    second = _fit(module, "auto", 1, 2, one, None)
+    first = _fit(_filled(SEED), "auto", 1, 1, None, one)
+    second = _fit(_filled(SEED + 1), "auto", 1, 2, one, None)
     fresh = {"epochs": 1, "resume": None, "save": shards, "sharded": True}
     for stages, runs in (
         (2, [fresh, {"epochs": 2, "resume": one, "save": None}]),
@@ -184,6 +203,10 @@ def _wide(stages: int, path: str) -> tuple[int, int]:
 def test_no_rank_ever_holds_the_whole_model(tmp_path) -> None:
     """Planning, filling and loading a full checkpoint: the peak of each of 3 ranks stays below the size of the model."""
     module = Wide()
+    with L.Trainer(strategy=PipelineStrategy(stages=1), devices=1, **QUIET).init_module(empty_init=True):
+        module.layers = nn.Linear(2, 2)
+    assert module.layers.weight.is_meta, "as configure_model does, from outside"
+    del module.layers
     module.configure_model()
     materialise(module, SEED)
     whole = sum(p.numel() * p.element_size() for p in module.parameters())

@@ -66,6 +66,12 @@ def test_classifier_equal_to_one_device() -> None:
     _check("classifier", run_ranks(2, _pipelines, ["classifier"], 2, 2))
 
 
+SIX = ["classifier", "gpt", "unet", "hugging_face", "many_losses", "frozen"]
+"""Metrics, ties, batch statistics with skips, dicts, overridden hooks, parts without gradients."""
+
+
 @pytest.mark.slow
 def test_three_stages_two_replicas() -> None:
-    _check("classifier", run_ranks(6, _pipelines, ["classifier"], 3, 6, timeout=150))
+    answers = run_ranks(6, _pipelines, SIX, 3, 6, timeout=150)
+    for name in SIX:
+        _check(name, answers)
