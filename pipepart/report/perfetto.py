@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def write_perfetto(
     """
     events = trace_events(timeline, label="predicted" if measured is not None else "")
     if measured is not None:
+        measured = measured if measured.edges is not None else replace(measured, edges=timeline.edges)
         events += trace_events(measured, label="measured", first_process=timeline.stages, first_flow=len(events))
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
     Path(path).write_text(json.dumps(document) + "\n")

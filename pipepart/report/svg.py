@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -199,7 +200,9 @@ def static_svg(
     heading = title or f"{plan.stages} stages, {plan.schedule}, {plan.microbatches} micro-batches"
     drawing.text(10, 20, heading, size=14, bold=True)
     y = _partition(drawing, plan, 28)
-    timelines = [("predicted", plan.timeline)] + ([("measured", measured)] if measured is not None else [])
+    timelines = [("predicted", plan.timeline)]
+    if measured is not None:
+        timelines.append(("measured", measured if measured.edges is not None else replace(measured, edges=plan.edges)))
     span = max(timeline.step_time for _, timeline in timelines)
     for label, timeline in timelines:
         y = _chart(drawing, timeline, label, y + 4, span)
