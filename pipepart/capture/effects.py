@@ -70,12 +70,12 @@ class Effects:
     def __init__(self, root: nn.Module, is_whole: Callable[[nn.Module, str], bool]):
         self.places: list[_Place] = []
         self._seen: set[int] = set()
-        inside: list[str] = []
+        inside = "."  # the last module that is whole: what is in it follows at once
         for path, module in root.named_modules():
-            if any(path.startswith(prefix) for prefix in inside):
+            if path.startswith(inside):
                 continue
             if path and is_whole(module, path):
-                inside.append(f"{path}.")
+                inside = f"{path}."
                 continue
             for function in _functions(type(module)):
                 self._function(path, function)

@@ -58,6 +58,8 @@ class Recorder(GraphRecorder):
         self.watching = False  # whether each module is asked if it draws random numbers outside torch
         self.drawn: Any = None  # the state of those random numbers, as far as ops that are kept whole account for it
         self.notes: list[str] = []
+        self.rng_state: bytes | None = None  # of torch, after the last op
+        self.leaf_edges: dict[int, tuple[Any, int]] = {}
         self.makers: dict[int, Any] = {}  # the function that returned a numpy array, by the identity of the array
 
     # ---------------------------------------------------------------- calls
@@ -161,23 +163,37 @@ class Recorder(GraphRecorder):
     @unseen
     def _before(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         edges = {}
-        for tensor in inputs:
-            if tensor.requires_grad and not tensor.is_inference():
-                edge = torch.autograd.graph.get_gradient_edge(tensor)
-                edges[(edge.node, edge.output_nr)] = self.node_of(tensor)
         nodes = [self.node_of(tensor) for tensor in inputs]
-        return [version_of(t) for t in inputs], edges, nodes, self._rng()
+        for tensor, node in zip(inputs, nodes):
+            if tensor.requires_grad and not tensor.is_inference():
+                edges[self._edge(tensor)] = node
+        if self.rng_state is None:
+            self.rng_state = self._rng()
+        return [version_of(t) for t in inputs], edges, nodes
+
+    def _edge(self, tensor: torch.Tensor) -> tuple[Any, int]:
+        """Where gradients of a tensor go in autograd's graph; of a parameter always the same."""
+        key = id(tensor) if tensor.grad_fn is None else 0
+        known = self.leaf_edges.get(key)
+        if known is None:
+            edge = torch.autograd.graph.get_gradient_edge(tensor)
+            known = (edge.node, edge.output_nr)
+            if key in self.tensor_names:
+                self.leaf_edges[key] = known
+        return known
 
     @unseen
     def _finish(self, node: fx.Node, inputs: list[torch.Tensor], before: tuple[Any, ...], out: Any) -> None:
-        versions, edges, nodes, rng = before
+        versions, edges, nodes = before
         fact = self.facts[node]
         for tensor, version in zip(inputs, versions):
             storage = storage_of(tensor)
             fact.reads.add(storage)
             if version_of(tensor) != version:
                 fact.mutates.add(storage)
-        fact.random = fact.random or rng != self._rng()
+        drawn = self._rng()
+        fact.random = fact.random or drawn != self.rng_state
+        self.rng_state = drawn
         fact.varies = (
             fact.random
             or node.op == "call_module"

@@ -80,7 +80,7 @@ def _build(name: str) -> Callable[[], tuple[nn.Module, Callable[[int], tuple[tor
         settings = timm.get_pretrained_cfg(name)
         size = settings.input_size[-1]
         if not settings.fixed_input_size:
-            size = 139 if name.startswith("inception") else 64 if name.startswith("nf") else min(size, 96)
+            size = 139 if name.startswith("inception") else 64
         elif name not in ("crossvit_tiny_240", "efficientformer_l1"):  # these know one size
             size = options["img_size"] = 64
         try:
