@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -155,7 +156,8 @@ def _functions(kind: type) -> list[Any]:
     return _methods[kind]
 
 
-_methods: dict[type, list[Any]] = {}
+_methods: WeakKeyDictionary[type, list[Any]] = WeakKeyDictionary()
+"""Weak: classes that are made for one recording hold on to the module that was recorded."""
 
 
 def _names(code: types.CodeType) -> set[str]:

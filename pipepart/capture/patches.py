@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -54,7 +55,7 @@ def is_metric(module: nn.Module) -> bool:
     return _metrics[kind]
 
 
-_metrics: dict[type, bool] = {}
+_metrics: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # some classes are made for one recording
 
 
 def _is_metric_class(kind: type) -> bool:
