@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -375,6 +377,28 @@ def test_validate_test_predict_without_fit() -> None:
 
 
 # ---- one model after another
+
+
+def _open_files() -> list[int]:
+    """Of this process, after each of three fits that nobody holds on to."""
+    counts = []
+    for _ in range(3):
+        module, train, _ = build("boring")
+        trainer = L.Trainer(strategy=PipelineStrategy(stages=2, microbatches=3), devices=2, max_steps=1, **QUIET)
+        trainer.fit(module, train)
+        del module, train, trainer
+        for _ in range(2):  # what weak dictionaries let go is found by the second
+            gc.collect()
+        torch.distributed.barrier()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to count")
+def test_a_run_that_is_over_leaves_no_file_open() -> None:
+    for first, *later in run_ranks(2, _open_files):
+        assert max(later) <= first
 
 
 def _again() -> list[float]:
