@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipepart.runtime.device import backend_for, local_device
+from pipepart.runtime.rendezvous import local_store
 
 __all__ = ["join_job", "processes_on_this_host", "world_size"]
 
@@ -17,7 +18,13 @@ def join_job(timeout: timedelta) -> torch.device:
     """Initialise `torch.distributed` from the launcher's variables if that was not done; returns this rank's device."""
     device = local_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(backend_for(device), timeout=timeout)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+        store = local_store(address, port, rank, size, timeout)
+        if store is None:
+            dist.init_process_group(backend_for(device), timeout=timeout)
+        else:
+            dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=timeout)
     return device
 
 

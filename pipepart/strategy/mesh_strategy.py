@@ -30,6 +30,7 @@ from pipepart.errors import ConfigError
 from pipepart.runtime import Groups, Mesh, Options, fit_mesh
 from pipepart.runtime.device import backend_for, limit_threads
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.rendezvous import local_store
 from pipepart.strategy.loaders import ends_together, needs_agreement
 from pipepart.strategy.materialise import empty_names
 
@@ -116,7 +117,11 @@ class MeshStrategy(ParallelStrategy):
         limit_threads(self.num_processes)
         assert self.cluster_environment is not None
         timeout = timedelta(seconds=self._options.timeout)
-        _init_dist_connection(self.cluster_environment, backend_for(self.root_device), timeout=timeout)
+        where = self.cluster_environment
+        store = None
+        if not dist.is_initialized():
+            store = local_store(where.main_address, where.main_port, self.global_rank, self.world_size, timeout)
+        _init_dist_connection(where, backend_for(self.root_device), timeout=timeout, store=store)
         if self._groups is None and self.mesh.world_size > 1:
             self._groups = Groups.create(self.mesh, timeout)
 

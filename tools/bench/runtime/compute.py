@@ -1,20 +1,23 @@
-"""Real compute on 2 processes: everything auto, against torch.distributed.pipelining with the even and with its best split.
+"""Real compute on 2 processes: everything auto, against torch.distributed.pipelining (even split, and the best of all
+splits that it can be given), plain data parallel training, and one process.
 
-Efficiency is T(one process) / (2 T): 1 would be two processes that never wait. The limit of the schedule and the
-machine's own ceiling (two independent processes at once) are measured in the same run.
+All of them live in the same two processes and take turns, so that a slow minute of the machine hits all alike.
+Efficiency is T(one process) / (2 T): 1 would be two processes that never wait. The machine's own ceiling is that of two
+independent processes at once.
 """
 
 from __future__ import annotations
 
-import itertools
+import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
-from tools.bench.runtime.models import MODELS
+from tools.bench.runtime.models import MODELS, Chain
 from tools.bench.runtime.processes import on_ranks
 
 __all__ = ["compute"]
@@ -22,22 +25,11 @@ __all__ = ["compute"]
 MICROBATCHES = 8
 SAMPLES = 32
 
-
-def _timed(step: Any, steps: int) -> list[float]:
-    import torch.distributed as dist
-
-    times = []
-    for _ in range(steps + 3):
-        dist.barrier()
-        started = time.perf_counter()
-        step()
-        dist.barrier()
-        times.append(time.perf_counter() - started)
-    return times[3:]
+Step = Callable[[], Any]
 
 
-def single(rank: int, size: int, name: str, steps: int) -> list[float]:
-    """One process with the same micro-batches; on two ranks at once it shows what the machine has for both."""
+def _single(name: str) -> Step:
+    """One process with the same micro-batches."""
     torch.manual_seed(0)
     model = MODELS[name]()
     batch = MODELS[name].batch(SAMPLES)
@@ -47,33 +39,48 @@ def single(rank: int, size: int, name: str, steps: int) -> list[float]:
             (model(*part) / MICROBATCHES).backward()
         model.zero_grad()
 
-    return _timed(step, steps)
+    return step
 
 
-def ours(rank: int, size: int, name: str, steps: int) -> tuple[list[float], str, float]:
+def _data_parallel(name: str, size: int) -> Step:
+    """Each process has its share of the batch, in micro-batches of the same size."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(MODELS[name]())
+    batch = MODELS[name].batch(SAMPLES // size)
+
+    def step() -> None:
+        *first, last = zip(*(tensor.chunk(MICROBATCHES // size) for tensor in batch))
+        with model.no_sync():
+            for part in first:
+                (model(*part) / len(first)).backward()
+        (model(*last) / len(first)).backward()
+        model.zero_grad()
+
+    return step
+
+
+def _ours(name: str, size: int) -> tuple[Step, Any]:
     from pipepart import Pipeline
 
     torch.manual_seed(0)
-    model = MODELS[name]()
     batch = MODELS[name].batch(SAMPLES)
-    pipe = Pipeline(model, batch, stages=size, microbatches=MICROBATCHES)
+    pipe = Pipeline(MODELS[name](), batch, stages=size, microbatches=MICROBATCHES)
 
     def step() -> None:
         pipe.step(*batch)
         for parameter in pipe.parameters():
             parameter.grad = None
 
-    plan = pipe.plan
-    return _timed(step, steps), f"{plan.schedule}, slack {plan.slack}", plan.step_time
+    return step, pipe
 
 
-def upstream(rank: int, size: int, name: str, steps: int, cut: int) -> list[float]:
+def _upstream(name: str, rank: int, size: int, cut: int) -> Step:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     torch.manual_seed(0)
     whole = MODELS[name]()
     parts = whole.parts()
-    module = nn.Sequential(*(parts[:cut] if rank == 0 else parts[cut:]))
+    module = Chain(parts[:cut] if rank == 0 else parts[cut:])
     stage = PipelineStage(module, rank, size, torch.device("cpu"))
     runner = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=whole.loss)
     batch = MODELS[name].batch(SAMPLES)
@@ -85,39 +92,79 @@ def upstream(rank: int, size: int, name: str, steps: int, cut: int) -> list[floa
             runner.step(target=batch[1])
         module.zero_grad()
 
-    return _timed(step, steps)
+    return step
 
 
-def compute(steps: int = 12, rounds: int = 3) -> str:
-    """The table. Rounds are interleaved, so that a slow minute of the machine hits all alike."""
-    head = f"{'model':>8} {'ceiling':>8} {'pipepart':>9} {'up. even':>9} {'up. best':>9}  {'of limit':>8}  plan"
-    lines = [head]
-    limit = MICROBATCHES / (MICROBATCHES + 1)
-    for name, kind in MODELS.items():
-        parts = len(kind().parts())
-        times: dict[Any, list[float]] = {}
-        chosen = ""
-        for _ in range(rounds):
-            times.setdefault("one", []).extend(on_ranks(1, single, name, steps)[0])
-            times.setdefault("two", []).extend(on_ranks(2, single, name, steps)[0])
-            found, chosen, _ = on_ranks(2, ours, name, steps)[0]
-            times.setdefault("ours", []).extend(found)
-            for cut in range(1, parts):
-                times.setdefault(cut, []).extend(on_ranks(2, upstream, name, steps, cut)[0])
-        median = {key: statistics.median(values) for key, values in times.items()}
-        best = min(median[cut] for cut in range(1, parts))
-        ceiling = median["one"] / median["two"]
+def _timed(step: Step, steps: int, warm: int) -> list[float]:
+    times = []
+    for _ in range(steps + warm):
+        dist.barrier()
+        started = time.perf_counter()
+        step()
+        dist.barrier()
+        times.append(time.perf_counter() - started)
+    return times[warm:]
 
-        def share(seconds: float, one: float = median["one"]) -> float:
-            return one / (2 * seconds)
 
-        reached = share(median["ours"]) / (limit * ceiling)
+def _measure(rank: int, size: int, name: str, steps: int, rounds: int) -> dict[str, Any]:
+    """Medians in seconds of everything on one model."""
+    single = _single(name)
+    mine, pipe = _ours(name, size)
+    parts = len(MODELS[name]().parts())
+    cuts = {cut: _upstream(name, rank, size, cut) for cut in range(1, parts)}
+    looks = {cut: torch.tensor(statistics.median(_timed(step, 4, 2))) for cut, step in cuts.items()}
+    for seconds in looks.values():
+        dist.broadcast(seconds, 0)  # both must take the same one
+    best = min(looks, key=lambda cut: float(looks[cut]))
+    contenders: dict[str, Step] = {
+        "one": single if rank == 0 else lambda: None,
+        "two": single,
+        "ours": mine,
+        "even": cuts[parts // 2],
+        "best": cuts[best],
+        "ddp": _data_parallel(name, size),
+    }
+    times: dict[str, list[float]] = {key: [] for key in contenders}
+    for index in range(rounds):
+        for key, step in contenders.items():
+            times[key] += _timed(step, steps, 1 if index else 3)
+    traced: list[float] = []
+    plain: list[float] = []
+    for _ in range(rounds):  # what tracing costs
+        for on, found in ((False, plain), (True, traced)):
+            pipe.record_trace(on)
+            found += _timed(mine, steps, 1)
+    result: dict[str, Any] = {key: statistics.median(found) for key, found in times.items()}
+    busy = pipe.trace.busy
+    result.update(plan=f"{pipe.plan.schedule}, slack {pipe.plan.slack}", predicted=pipe.plan.step_time, best_cut=best)
+    result.update(busy=max(busy), tracing=statistics.median(traced) / statistics.median(plain) - 1)
+    result["bubble"] = pipe.plan.bubble
+    return result
+
+
+def compute(steps: int = 4, rounds: int = 4, names: tuple[str, ...] = tuple(MODELS)) -> str:
+    """The table."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    lines = [
+        f"{'':>9} {'--------- efficiency: T(one process) / 2 T ---------':^54}  {'times faster than':^20}",
+        f"{'model':>9} {'ceiling':>8} {'pipepart':>9} {'of limit':>9} {'up. even':>9} {'up. best':>9} {'ddp':>6}"
+        f"  {'even':>6} {'best':>6} {'ddp':>6}  plan",
+    ]
+    print("\n".join(lines), flush=True)
+    for name in names:
+        found = on_ranks(2, _measure, name, steps, rounds, timeout=900)[0]
+        ceiling = found["one"] / found["two"]
+        share = {key: found["one"] / (2 * found[key]) for key in ("ours", "even", "best", "ddp")}
+        limit = (1 - found["bubble"]) * ceiling
+        ratios = " ".join(f"{found[key] / found['ours']:6.2f}" for key in ("even", "best", "ddp"))
         lines.append(
-            f"{name:>8} {ceiling:8.2f} {share(median['ours']):9.2f} {share(median[parts // 2]):9.2f} {share(best):9.2f}"
-            f"  {reached:8.0%}  {chosen}; {median[parts // 2] / median['ours']:.2f} x upstream even, "
-            f"{best / median['ours']:.2f} x upstream best"
+            f"{name:>9} {ceiling:8.2f} {share['ours']:9.2f} {share['ours'] / limit:9.0%} {share['even']:9.2f} "
+            f"{share['best']:9.2f} {share['ddp']:6.2f}  {ratios}  {found['plan']}; predicted "
+            f"{found['predicted'] / found['ours'] - 1:+.0%}; tracing {found['tracing']:+.1%}"
         )
         print(lines[-1], flush=True)
-    return "\n".join(
-        itertools.chain(lines, [f"limit of 1F1B with {MICROBATCHES} micro-batches on 2 stages: {limit:.3f}"])
+    lines.append(
+        "upstream trains the tied model with wrong gradients; the U-Net's skips were threaded through its stages by hand"
     )
+    print(lines[-1], flush=True)
+    return "\n".join(lines)

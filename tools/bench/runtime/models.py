@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["MODELS", "Sleepy"]
+__all__ = ["MODELS", "Chain", "SleepLayer", "Sleepy"]
 
 
 def _rest(until: float) -> None:
@@ -87,11 +87,15 @@ class _Block(nn.Module):
 class GPT(nn.Module):
     """Blocks between an embedding and a head that is worth two blocks: the even split is a bad one."""
 
-    def __init__(self, vocabulary: int = 4096, width: int = 192, depth: int = 6, context: int = 64) -> None:
+    def __init__(
+        self, vocabulary: int = 4096, width: int = 192, depth: int = 6, context: int = 64, tied: bool = False
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(_Block(width, 4) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def parts(self) -> list[nn.Module]:
         return [_Embed(self.tokens, self.positions), *self.blocks, nn.Sequential(self.norm, self.head)]
@@ -155,4 +159,92 @@ class ResNet(nn.Module):
         return torch.randn(size, 3, 32, 32), torch.randint(0, 10, (size,))
 
 
-MODELS: dict[str, Any] = {"gpt": GPT, "resnet": ResNet}
+class TiedGPT(GPT):
+    """The head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+
+
+class _Down(nn.Module):
+    """Takes (..., h), gives (..., skip, smaller h)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(inputs, outputs, 3, 1, 1), nn.ReLU(), nn.Conv2d(outputs, outputs, 3, 1, 1))
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        skip = F.relu(self.conv(values[-1]))
+        return (*values[:-1], skip, F.max_pool2d(skip, 2))
+
+
+class _Up(nn.Module):
+    """Takes (..., skip, h), gives (..., larger h)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(inputs, outputs, 3, 1, 1), nn.ReLU(), nn.Conv2d(outputs, outputs, 3, 1, 1))
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *rest, skip, h = values
+        h = torch.cat([skip, F.interpolate(h, scale_factor=2.0)], dim=1)
+        return (*rest, F.relu(self.conv(h)))
+
+
+class UNet(nn.Module):
+    """Skips from each level on the way down to the same level on the way up."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        w = width
+        self.down = nn.ModuleList([_Down(3, w), _Down(w, 2 * w), _Down(2 * w, 4 * w)])
+        self.middle = nn.Sequential(nn.Conv2d(4 * w, 4 * w, 3, 1, 1), nn.ReLU())
+        self.up = nn.ModuleList([_Up(8 * w, 2 * w), _Up(4 * w, w), _Up(2 * w, w)])
+        self.head = nn.Conv2d(w, 4, 1)
+
+    def parts(self) -> list[nn.Module]:
+        """For a runtime that knows neighbours only: what is skipped over must be carried along by hand."""
+        return [*self.down, _OnLast(self.middle), *self.up, self.head]
+
+    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, y)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        values: tuple[torch.Tensor, ...] = (x,)
+        for down in self.down:
+            values = down(*values)
+        values = (*values[:-1], self.middle(values[-1]))
+        for up in self.up:
+            values = up(*values)
+        return self.loss(self.head(values[-1]), y)
+
+    @staticmethod
+    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(size, 3, 32, 32), torch.randint(0, 4, (size, 32, 32))
+
+
+class _OnLast(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (*values[:-1], self.inner(values[-1]))
+
+
+class Chain(nn.Module):
+    """Parts one after the other; tuples are passed on as several arguments."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        for part in self.parts:
+            found = part(*values)
+            values = found if isinstance(found, tuple) else (found,)
+        values = tuple(value.contiguous() for value in values)  # upstream can send nothing else
+        return values if len(values) > 1 else values[0]
+
+
+MODELS: dict[str, Any] = {"gpt": GPT, "unet": UNet, "resnet": ResNet, "tied gpt": TiedGPT}
