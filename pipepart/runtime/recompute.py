@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,14 +16,17 @@ _active = False
 
 
 class RandomState:
-    """The state of the random generators at the first run."""
+    """The state of the random generators at the first run: torch's, and those that models draw masks from besides."""
 
     def __init__(self, device: torch.device) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
         self._cpu = torch.get_rng_state()
         self._device = device
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)

@@ -57,8 +57,12 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
             at -= 1
         return lanes[key][at] if at >= 0 else None
 
-    def produced(payload: str, source: int, target: int, k: int) -> Event | None:
-        return sent.get((payload, source, target, k)) or computed.get((payload, source, k))
+    def produced(payload: str, source: int, target: int, k: int, event: Event) -> Event | None:
+        """What brought a result here. A measured send may end after its message was used: then who made it."""
+        message = sent.get((payload, source, target, k))
+        if message is not None and message.end <= event.start + 1e-12:
+            return message
+        return computed.get((payload, source, k))
 
     def waited_for(event: Event) -> list[Event | None]:
         action = event.action
@@ -74,10 +78,14 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
             return own + [before(("compute", stage), event) for stage in range(timeline.stages)]
         same = before(("compute", event.stage), event)
         if action.kind == "F":
-            return [same, *(produced("F", source, chunk, k) for source in sources.get(chunk, ()))]
+            return [same, *(produced("F", source, chunk, k, event) for source in sources.get(chunk, ()))]
         if action.kind == "W":
             return [same, computed.get(("B", chunk, k))]
-        return [same, computed.get(("F", chunk, k)), *(produced("B", t, chunk, k) for t in targets.get(chunk, ()))]
+        return [
+            same,
+            computed.get(("F", chunk, k)),
+            *(produced("B", t, chunk, k, event) for t in targets.get(chunk, ())),
+        ]
 
     event = max(timeline.events, key=lambda e: (e.end, e.start))
     path, seen = [event], {id(event)}

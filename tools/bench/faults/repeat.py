@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tools.bench.faults.job import CAUSE, Fault, rank_main
 
-__all__ = ["repeat"]
+__all__ = ["once", "repeat"]
 
 ALLOWED = 10.0  # seconds from the fault to the end of every rank; for a stopped one the time limit comes on top
 STOP_LIMIT = 5.0  # seconds: the time limit of jobs with a stopped rank, short so that many can be tried
@@ -31,7 +31,7 @@ def repeat(repetitions: int = 100) -> tuple[str, bool]:
     context.set_forkserver_preload(["torch", "torch.distributed", "pipepart"])
     for number, (how, where, ranks, transport) in zip(range(repetitions), itertools.cycle(cases)):
         fault = Fault(where, how, chance.randrange(ranks), ranks, transport, STOP_LIMIT if how == "stop" else 60.0)
-        took, problems = _once(context, fault)
+        took, problems = once(context, fault)
         slowest[how, where, ranks, transport].append(took)
         wrong += [f"{number}: {fault}: {problem}" for problem in problems]
         what = f"{how:6} in {where:14} rank {fault.rank} of {ranks} {transport:14}"
@@ -45,7 +45,9 @@ def repeat(repetitions: int = 100) -> tuple[str, bool]:
     return "\n".join([*lines, *wrong]), not wrong
 
 
-def _once(context: multiprocessing.context.ForkServerContext, fault: Fault) -> tuple[float, list[str]]:
+def once(
+    context: multiprocessing.context.ForkServerContext, fault: Fault, in_time: bool = True
+) -> tuple[float, list[str]]:
     """Seconds from the fault to the end of the last rank that can end, and all that was not as it should be."""
     before = _shared_memory()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +74,7 @@ def _once(context: multiprocessing.context.ForkServerContext, fault: Fault) -> t
             r: Path(folder, f"said-{r}").read_text() for r in range(fault.ranks) if Path(folder, f"said-{r}").exists()
         }
         problems += _not_said(fault, said)
-    if took > ALLOWED + (fault.limit if fault.how == "stop" else 0):
+    if in_time and took > ALLOWED + (fault.limit if fault.how == "stop" else 0):
         problems.append(f"took {took:.1f} s")
     if left := _shared_memory() - before:
         problems.append(f"left in shared memory: {sorted(left)}")
