@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,14 +90,15 @@ class Executor:
         work = _Step(self, schedule, step, loss_scale, context, trace)
         actions = schedule.actions[self._stage]
         last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if mean is not None else {}
-        for action in actions:
-            if mean is None or last.get(action.chunk) != action:
-                work.perform(action)
-                continue
-            with mean.last_backward(action.chunk) if action.kind == "B" else nullcontext():
-                work.perform(action)
-            mean.chunk_is_final(action.chunk)
-        work.finish()
+        with _collecting_later():
+            for action in actions:
+                if mean is None or last.get(action.chunk) != action:
+                    work.perform(action)
+                    continue
+                with mean.last_backward(action.chunk) if action.kind == "B" else nullcontext():
+                    work.perform(action)
+                mean.chunk_is_final(action.chunk)
+            work.finish()
         return work.outputs if self._last in self._chunks else None
 
     def channels(self, schedule: Schedule) -> Mapping[tuple[int, int], tuple[Message, ...]]:
@@ -105,6 +107,18 @@ class Executor:
             backward = frozenset() if schedule.forward_only else self._routes.backward_pairs
             self._channels[id(schedule)] = (schedule, channels(schedule, self._routes.forward_pairs, backward))
         return self._channels[id(schedule)][1]
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """No garbage collection between actions: each stage would stop at another time, and all others wait for it."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class _Step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,13 +59,30 @@ class Routes:
 
     def gradients(self, pair: tuple[int, int]) -> tuple[Edge, ...]:
         """The edges of a pair whose gradients are sent back from the target to the source."""
-        return tuple(edge for edge in self.forward[pair] if pair[1] in edge.grad_targets and edge.source != BATCH)
+        return self._gradients[pair]
 
-    def leaving(self, chunk: int) -> list[tuple[int, int]]:
-        return [pair for pair in self.forward if pair[0] == chunk]
+    def leaving(self, chunk: int) -> tuple[tuple[int, int], ...]:
+        return self._leaving.get(chunk, ())
 
-    def entering(self, chunk: int) -> list[tuple[int, int]]:
-        return [pair for pair in self.forward if pair[1] == chunk]
+    def entering(self, chunk: int) -> tuple[tuple[int, int], ...]:
+        return self._entering.get(chunk, ())
+
+    # Asked for with every action, so worked out once.
+
+    @cached_property
+    def _gradients(self) -> dict[tuple[int, int], tuple[Edge, ...]]:
+        return {
+            pair: tuple(edge for edge in edges if pair[1] in edge.grad_targets and edge.source != BATCH)
+            for pair, edges in self.forward.items()
+        }
+
+    @cached_property
+    def _leaving(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        return {chunk: tuple(pair for pair in self.forward if pair[0] == chunk) for chunk, _ in self.forward}
+
+    @cached_property
+    def _entering(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        return {chunk: tuple(pair for pair in self.forward if pair[1] == chunk) for _, chunk in self.forward}
 
     def local(self, pair: tuple[int, int]) -> bool:
         """Both chunks live on the same stage: values are handed over, not sent."""

@@ -14,7 +14,7 @@ __all__ = ["MODELS", "Chain", "SleepLayer", "Sleepy"]
 
 def _rest(until: float) -> None:
     """Sleep, but be there in time: sleepers wake up late by a tenth of a millisecond and more."""
-    time.sleep(max(0.0, until - time.perf_counter() - 0.0003))
+    time.sleep(max(0.0, until - time.perf_counter() - 0.0001))
     while time.perf_counter() < until:
         pass
 
