@@ -91,7 +91,7 @@ def _plan_for(config: dict[str, Any], mesh: Mesh, cluster: Cluster | None, named
     size = batch_size_of([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in recording.root.named_parameters()}
     if cluster is None:
-        return make_plan(graph, profiled(recording, leaves), request, size, sizes)
+        return make_plan(graph, profiled(recording, leaves, agree=bool), request, size, sizes)
     whole = cluster.with_devices(mesh.world_size)
     layout = Layout.on(whole, mesh.stages, mesh.replicas, memory_limit=strategy["memory_limit"])
     dtype = next((name for key, name in _DTYPES.items() if str(config["trainer"]["precision"]).startswith(key)), None)

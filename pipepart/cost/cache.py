@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,17 @@ import torch
 
 from pipepart.capture import Recording
 from pipepart.cost.costs import OpCosts
-from pipepart.cost.profile import Context, profile
+from pipepart.cost.profile import Context, profile, whole_step
 
 __all__ = ["cache_folder", "profiled"]
 
 _VERSION = 2
 """Of what a measurement means: older ones are measured again."""
+
+_TOLERANCE = 0.15
+"""What was measured before may differ from now by this part,"""
+_NOISE = 0.2e-3
+"""and by these seconds: the shortest steps are never the same twice."""
 
 
 def cache_folder() -> Path:
@@ -37,17 +42,32 @@ def profiled(
     context: Context = nullcontext,
     variant: str = "",
     use_cache: bool = True,
+    agree: Callable[[bool], bool] | None = None,
 ) -> OpCosts:
-    """`profile`, or what it gave before for the same graph, shapes, `variant` (of precision), device and threads."""
+    """`profile`, or what it gave before for the same graph, shapes, `variant` (of precision), device and threads.
+
+    With `agree`, what was kept is held against a few steps of now: measured on a busy machine, it would lead to a bad
+    plan for ever. `agree` gets whether it still holds here, and says whether it shall be used (on all ranks or on none).
+    """
     path = cache_folder() / "profiles" / f"{_key(recording, leaves, variant)}.json"
     if use_cache:
         found = _read(path)
-        if found is not None and found.names == tuple(node.name for node in recording.ops):
+        if found is not None and found.names != tuple(node.name for node in recording.ops):
+            found = None
+        good = found is not None
+        if agree is not None:
+            good = agree(found is not None and _holds(found, whole_step(recording, leaves, context)))
+        if good and found is not None:
             return found
     costs = profile(recording, leaves, context)
     if use_cache:
         _write(path, costs)
     return costs
+
+
+def _holds(kept: OpCosts, now: float) -> bool:
+    then = sum(kept.forward) + sum(kept.backward_input) + sum(kept.backward_weight)
+    return abs(then - now) <= _TOLERANCE * now + _NOISE
 
 
 def _key(recording: Recording, leaves: Sequence[Any], variant: str) -> str:

@@ -16,12 +16,13 @@ from torch import fx, nn
 from pipepart.capture import Recording
 from pipepart.cost.costs import OpCosts
 
-__all__ = ["profile"]
+__all__ = ["profile", "whole_step"]
 
 _REPEATS = (3, 15)  # of one kind of op: at least, at most
 _AGAIN = 2  # of a further op of a kind that was measured before
 _BUDGET = 0.02  # seconds per kind of op and direction
 _STEPS = (5, 20)  # of the whole step: at least, at most
+_FEW_STEPS = (3, 10)  # to see whether what was measured before still holds
 _STEP_BUDGET = 1.0  # seconds for the whole step
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -173,9 +174,9 @@ class _OpProfiler(fx.Interpreter):
             leaves: list[torch.Tensor] = []
             fresh = fx.node.map_aggregate((args, kwargs), functools.partial(_leaf, leaves, inplace))
             with saved.hooks() if repeat == 0 else nullcontext(), self._context():
-                started = time.perf_counter()
+                started = _now()
                 out = call(*fresh)
-                forward.append(time.perf_counter() - started)
+                forward.append(_now() - started)
             if repeat == 0:
                 result = fx.node.map_aggregate(out, _detached)
             roots = [t for t in _tensors(out) if t.requires_grad and t.grad_fn is not None]
@@ -220,10 +221,17 @@ def _typical(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 
+def _now() -> float:
+    """The time when all that was asked of the device so far is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def _timed_grad(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence[Any], retain: bool) -> float:
-    started = time.perf_counter()
+    started = _now()
     torch.autograd.grad(roots, sources, ones, retain_graph=retain, allow_unused=True)
-    return time.perf_counter() - started
+    return _now() - started
 
 
 def _leaf(leaves: list[torch.Tensor], inplace: bool, value: Any) -> Any:
@@ -247,25 +255,37 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> float:
+    """Seconds of one micro-batch forward and backward, measured quickly."""
+    with _state_kept(recording.root):
+        module = recording.graph_module()
+        return sum(_whole_step(module, leaves, recording.loss_index, context, _FEW_STEPS, _STEP_BUDGET / 4))
+
+
 def _whole_step(
-    module: fx.GraphModule, leaves: Sequence[Any], loss_index: int | None, context: Context
+    module: fx.GraphModule,
+    leaves: Sequence[Any],
+    loss_index: int | None,
+    context: Context,
+    steps: tuple[int, int] = _STEPS,
+    budget: float = _STEP_BUDGET,
 ) -> tuple[float, float]:
     """Seconds of the forward and the backward of the whole step."""
     forward: list[float] = []
     backward: list[float] = []
     parameters = [p for p in module.parameters() if p.requires_grad]
-    least, most = _STEPS
+    least, most = steps
     for repeat in range(most):
-        if repeat >= least and sum(forward) + sum(backward) > _STEP_BUDGET:
+        if repeat >= least and sum(forward) + sum(backward) > budget:
             break
         with context():
-            started = time.perf_counter()
+            started = _now()
             outputs = module(*leaves)
-            forward.append(time.perf_counter() - started)
+            forward.append(_now() - started)
         if loss_index is not None and parameters:
-            started = time.perf_counter()
+            started = _now()
             torch.autograd.grad(outputs[loss_index], parameters, allow_unused=True)
-            backward.append(time.perf_counter() - started)
+            backward.append(_now() - started)
         del outputs
     # The first one warms up: it allocates what the others use again.
     return _typical(forward[1:]), _typical(backward[1:])

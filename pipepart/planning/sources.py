@@ -83,7 +83,7 @@ class Profiled(_Kept):
     def _make(self, microbatch_size: int, kind: str) -> OpCosts:
         leaves = resized(self._leaves, microbatch_size)
         with _threads_of_a_rank(self._processes):
-            return profiled(self._recording, leaves, self._context, self._variant)
+            return profiled(self._recording, leaves, self._context, self._variant, agree=bool)
 
 
 def batch_of(recording: Recording) -> int:

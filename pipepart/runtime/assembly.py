@@ -90,7 +90,9 @@ def agree_on_plan(
             costs = _computed(graph, groups)
         elif plan is None:
             # All ranks measure at the same time, so that what they take from each other when they run is in the costs.
-            costs = profiled(recording, leaves, context, f"{variant} x{processes_on_this_host()}")
+            costs = profiled(
+                recording, leaves, context, f"{variant} x{processes_on_this_host()}", agree=lambda ok: _all(ok, groups)
+            )
         if costs is not None and (groups is None or groups.rank == 0):
             plan = _make(recording, graph, costs, leaves, options, mesh, microbatches)
         if groups is not None:
@@ -100,6 +102,15 @@ def agree_on_plan(
         assert plan is not None
         _check_fits(plan, graph, mesh)
     return plan, graph, costs
+
+
+def _all(ok: bool, groups: Groups | None) -> bool:
+    """Whether it is so on every rank."""
+    if groups is None:
+        return ok
+    votes = torch.tensor([int(ok)])
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    return bool(votes.item())
 
 
 def _computed(graph: OpGraph, groups: Groups | None) -> OpCosts | None:

@@ -1,7 +1,9 @@
 """Measured costs: what can be said of them without trusting a clock."""
 
 import copy
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +125,29 @@ def test_the_cache_gives_back_what_was_measured(tmp_path, monkeypatch: pytest.Mo
     for path in (tmp_path / "profiles").glob("*.json"):
         path.write_text("{")
     assert profiled(recording, leaves).names == first.names
+
+
+def test_what_was_kept_is_held_against_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of a busy machine are not believed for ever, and all ranks decide alike."""
+    monkeypatch.setenv("PIPEPART_CACHE", str(tmp_path))
+    example = batch()
+    recording = record(Layers(), example)
+    leaves = recording.flatten(example)
+    first = profiled(recording, leaves)
+    (file,) = (tmp_path / "profiles").iterdir()
+    kept = json.loads(file.read_text())
+    kept["forward"] = [1.0 for _ in kept["forward"]]  # as if it had been a very busy machine
+    file.write_text(json.dumps(kept))
+    assert sum(profiled(recording, leaves).forward) == len(first.names)  # not asked
+    said: list[bool] = []
+
+    def agree(holds: bool) -> bool:
+        said.append(holds)
+        return holds
+
+    again = profiled(recording, leaves, agree=agree)
+    assert said == [False]
+    assert sum(again.forward) < 1.0
+    assert sum(json.loads(file.read_text())["forward"]) < 1.0
+    others = profiled(recording, leaves, agree=lambda holds: False)  # it holds here, but not elsewhere: measured again
+    assert others.names == first.names
