@@ -240,6 +240,9 @@ class Chain(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, *values: torch.Tensor) -> Any:
+        for value in values:
+            if value.requires_grad:  # upstream hangs over the gradient of a part of a cat, which is not contiguous
+                value.register_hook(lambda gradient: gradient.contiguous())
         for part in self.parts:
             found = part(*values)
             values = found if isinstance(found, tuple) else (found,)
