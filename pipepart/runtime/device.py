@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["Stopwatch", "backend_for", "limit_threads", "local_device", "synchronize"]
+__all__ = [
+    "Stopwatch",
+    "backend_for",
+    "limit_threads",
+    "local_device",
+    "random_state",
+    "set_random_state",
+    "synchronize",
+]
 
 
 def backend_for(device: torch.device) -> str:
@@ -39,6 +47,19 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read afterwards tells the time of the work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's generators that work on this device draws from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
+    """Put back what `random_state` gave."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
 
 
 class Stopwatch:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from pipepart.runtime.device import random_state, set_random_state
+
 __all__ = ["RandomState", "again", "running_again"]
 
 _active = False
@@ -20,16 +22,12 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._cpu = torch.get_rng_state()
-        self._device = device
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._torch, self._device = random_state(device), device
 
     def restore(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        set_random_state(self._device, self._torch)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from pipepart.schedule import Action, Event, Timeline
 
 __all__ = ["Trace", "clock_offset", "gather_timeline"]
 
+_KINDS = ("F", "B", "I", "W", "SEND", "RECV", "REDUCE")
+_PAYLOADS = (None, "F", "B")
+_COLUMNS = 8  # of an event as numbers
 _ROUNDS = 8  # round trips to a stage on another host; the fastest one tells the clocks apart best
 
 
@@ -43,10 +46,30 @@ def gather_timeline(trace: Trace, stages: int, groups: Groups | None, offset: fl
     """All stages' events of the step on the clock of stage 0. Every stage of the replica must call it."""
     events = trace.events(offset)
     if groups is not None and stages > 1:
-        parts: list[Any] = [None] * stages
-        dist.all_gather_object(parts, events, group=groups.pipeline)
-        events = [event for part in parts for event in part]
+        own = torch.tensor([_row(event) for event in events], dtype=torch.float64).reshape(-1, _COLUMNS)
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(stages)]
+        dist.all_gather(counts, torch.tensor([len(own)]), group=groups.pipeline)
+        padded = torch.zeros(max(int(count) for count in counts), _COLUMNS, dtype=torch.float64)
+        padded[: len(own)] = own
+        tables = [torch.empty_like(padded) for _ in range(stages)]
+        dist.all_gather(tables, padded, group=groups.pipeline)
+        events = [_event(row) for table, count in zip(tables, counts) for row in table[: int(count)].tolist()]
     return Timeline.from_events(stages, events)
+
+
+def _row(event: Event) -> tuple[float, ...]:
+    """An event as numbers: pickled, the events of a step would take longer than the tracing."""
+    action = event.action
+    peer, payload = -1 if action.peer is None else action.peer, _PAYLOADS.index(action.payload)
+    return (
+        event.stage, _KINDS.index(action.kind), action.chunk, action.microbatch, peer, payload, event.start, event.end
+    )  # fmt: skip
+
+
+def _event(row: Sequence[float]) -> Event:
+    stage, kind, chunk, microbatch, peer, payload = (int(value) for value in row[:6])
+    action = Action(_KINDS[kind], chunk, microbatch, None if peer < 0 else peer, _PAYLOADS[payload])
+    return Event(stage, action, row[6], row[7])
 
 
 def clock_offset(groups: Groups, clock: Callable[[], float] = time.perf_counter) -> float:
