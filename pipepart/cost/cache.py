@@ -20,7 +20,7 @@ from pipepart.cost.profile import Context, profile, whole_step
 
 __all__ = ["cache_folder", "profiled"]
 
-_VERSION = 2
+_VERSION = 3
 """Of what a measurement means: older ones are measured again."""
 
 _TOLERANCE = 0.15

@@ -23,8 +23,12 @@ class OpCosts:
     output_bytes: tuple[int, ...]
     source: str
     """Where the numbers come from: ``profile``, ``analytic``, or the name of a file."""
+    split_extra: tuple[float, ...] = ()
+    """Seconds that an op takes longer where its backward runs in two halves; empty: none."""
 
     def __post_init__(self) -> None:
+        if self.split_extra and len(self.split_extra) != len(self.names):
+            raise PlanError(f"costs: expected {len(self.names)} entries in 'split_extra', got {len(self.split_extra)}")
         for field in ("forward", "backward_input", "backward_weight", "parameter_bytes", "saved_bytes", "output_bytes"):
             values: Sequence[float] = getattr(self, field)
             if len(values) != len(self.names):

@@ -48,6 +48,7 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
     found = [single.found.get(name, _Measured()) for name in names]
     f_scale = _scale(forward, (m.forward for m in found))
     b_scale = _scale(backward, (m.backward for m in found))
+    by_python = _split_layer()
     sizes = [node.meta["op"].nbytes if "op" in node.meta else 0 for node in recording.ops]
     return OpCosts(
         names=tuple(names),
@@ -58,6 +59,7 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
         saved_bytes=tuple(m.saved_bytes for m in found),
         output_bytes=tuple(sizes),
         source="profile",
+        split_extra=tuple(m.split * b_scale + (2 * by_python if m.trained else 0.0) for m in found),
     )
 
 
@@ -69,6 +71,8 @@ class _Kind:
     backward: list[float] = field(default_factory=list)
     inputs_only: list[float] = field(default_factory=list)
     """The backward without the gradients of parameters."""
+    weights_only: list[float] = field(default_factory=list)
+    """The backward for the gradients of parameters alone."""
 
     def repeats(self) -> Iterator[int]:
         """Repeat numbers: at least a few, then until the budget of time is used; fewer for an op of a known kind."""
@@ -90,6 +94,8 @@ class _Measured:
     backward: float = 0.0
     weight: float = 0.0
     """The part of the backward that makes gradients of parameters."""
+    split: float = 0.0
+    """What both halves of the backward take more than the whole: they share work."""
     parameter_bytes: int = 0
     saved_bytes: int = 0
 
@@ -111,7 +117,10 @@ class _OpProfiler(fx.Interpreter):
         for op in self.found.values():
             if op.kind.forward:
                 op.forward, op.backward = _typical(op.kind.forward), _typical(op.kind.backward)
-                op.weight = max(0.0, op.backward - _typical(op.kind.inputs_only)) if op.trained else 0.0
+                inputs_only, weights_only = _typical(op.kind.inputs_only), _typical(op.kind.weights_only)
+                op.weight = max(0.0, op.backward - inputs_only) if op.trained else 0.0
+                if op.trained and weights_only:
+                    op.split = max(0.0, inputs_only + weights_only - op.backward)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
@@ -189,6 +198,7 @@ class _OpProfiler(fx.Interpreter):
             split = bool(trainable and leaves)
             if split:
                 inputs_only.append(_timed_grad(roots, leaves, ones, retain=True))
+                kind.weights_only.append(_timed_grad(roots, trainable, ones, retain=True))
             backward.append(_timed_grad(roots, sources, ones, retain=False))
             if not split:
                 inputs_only.append(0.0 if trainable else backward[-1])
@@ -289,6 +299,41 @@ def _whole_step(
         del outputs
     # The first one warms up: it allocates what the others use again.
     return _typical(forward[1:]), _typical(backward[1:])
+
+
+class _Two(torch.autograd.Function):
+    """A linear layer as a split backward runs it: by a function written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+
+        def work() -> torch.Tensor:
+            return gradient.t().mm(x)
+
+        return gradient.mm(weight), work()
+
+
+def _split_layer(rounds: int = 60) -> float:
+    """What running a layer that way costs more than running it by torch alone, on a layer with next to no work."""
+    x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
+
+    def typical(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+        times = []
+        for _ in range(rounds):
+            started = time.perf_counter()
+            out = call(x, weight)
+            torch.autograd.grad(out, [x, weight], torch.ones_like(out))
+            times.append(time.perf_counter() - started)
+        return _typical(times)
+
+    with torch.enable_grad():
+        return max(0.0, typical(_Two.apply) - typical(nn.functional.linear)) / 2
 
 
 def _scale(whole: float, parts: Iterator[float] | Any) -> float:

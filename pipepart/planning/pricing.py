@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,9 @@ __all__ = ["ParameterSizes", "Priced", "Pricing", "chunk_peaks"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+_SPLIT = frozenset({"Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d"})
+"""The classes of layers whose backward the runtime can run in two halves."""
 
 ParameterSizes = Mapping[str, tuple[int, int]]
 """Parameter name -> (elements, bytes)."""
@@ -139,6 +142,18 @@ class Pricing:
             trained_bytes=tuple(trained.tolist()),
             reduce=tuple(self.layout.reduce_seconds(s, float(b)) for s, b in zip(placement, trained)),
             traffic=traffic,
+        )
+
+    def in_two_halves(self, priced: Priced, chunk_of: Sequence[int] | Ints) -> Priced:
+        """The same split where backwards run in two halves: every layer that is run that way takes a little longer."""
+        if not self.costs[0].split_extra:
+            return priced
+        split = [op.kind == "module" and op.module_class in _SPLIT and bool(op.parameters) for op in self.graph.ops]
+        more = np.where(split, np.asarray(self.costs[0].split_extra), 0.0)
+        extra = np.bincount(np.asarray(chunk_of), weights=more, minlength=len(priced.placement)).tolist()
+        return replace(
+            priced,
+            backward_input=tuple(b + e for b, e in zip(priced.backward_input, extra)),
         )
 
     def _held(self, part_of: Ints, count: int) -> tuple[Floats, Floats]:

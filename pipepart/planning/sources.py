@@ -117,6 +117,7 @@ def scaled(costs: OpCosts, factor: float) -> OpCosts:
         forward=tuple(t * factor for t in costs.forward),
         backward_input=tuple(t * factor for t in costs.backward_input),
         backward_weight=tuple(t * factor for t in costs.backward_weight),
+        split_extra=tuple(t * factor for t in costs.split_extra),
         saved_bytes=tuple(round(size * factor) for size in costs.saved_bytes),
         output_bytes=tuple(round(size * factor) for size in costs.output_bytes),
     )

@@ -100,6 +100,8 @@ class Case:
     def judge(self, recipe: Recipe, schedule: Schedule, chunk_of: Ints) -> Split:
         """What a split costs in simulation, with what must be recomputed."""
         priced = self.pricing.price(chunk_of, schedule.placement)
+        if schedule.splits_backward:
+            priced = self.pricing.in_two_halves(priced, chunk_of)
         wish = self.request.recompute
         again = (wish is True,) * schedule.chunks
         over, worst = 0.0, 0
