@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from pipepart.capture import Recording
 from pipepart.errors import PlanError
 
-__all__ = ["MicrobatchSizes", "batch_size_of", "merge_outputs", "microbatch_sizes", "slice_leaves"]
+__all__ = ["MicrobatchSizes", "batch_size_of", "fitting_sizes", "merge_outputs", "microbatch_sizes", "slice_leaves"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,22 @@ def microbatch_sizes(batch_size: int, microbatches: int) -> MicrobatchSizes:
         )
     base, more = divmod(batch_size, microbatches)
     return MicrobatchSizes(tuple(base + (index < more) for index in range(microbatches)))
+
+
+def fitting_sizes(recording: Recording, leaves: Sequence[Any], microbatches: int) -> MicrobatchSizes | None:
+    """How a batch is cut so that the recording holds for every part; None if no way is found.
+
+    Models may do something else for a single sample, so a last batch that would be cut into parts of two samples and of
+    one is cut into fewer.
+    """
+    total = batch_size_of(leaves)
+    most = min(total, microbatches)
+    for count in dict.fromkeys((most, max(1, min(most, total // 2)), 1)):
+        sizes = microbatch_sizes(total, count)
+        parts = slice_leaves(leaves, sizes)
+        if all(recording.stale(part) is None for part in (parts[0], parts[-1])):
+            return sizes
+    return None
 
 
 def batch_size_of(leaves: Sequence[Any]) -> int:

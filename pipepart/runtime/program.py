@@ -18,7 +18,14 @@ from pipepart.runtime.executor import Executor, StepInput
 from pipepart.runtime.header import share
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.messages import Routes
-from pipepart.runtime.microbatch import MicrobatchSizes, batch_size_of, merge_outputs, microbatch_sizes, slice_leaves
+from pipepart.runtime.microbatch import (
+    MicrobatchSizes,
+    batch_size_of,
+    fitting_sizes,
+    merge_outputs,
+    microbatch_sizes,
+    slice_leaves,
+)
 from pipepart.runtime.replicas import ReplicaMean
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
@@ -115,6 +122,8 @@ class Program:
             total = batch_size_of(list(tensors.values()))
             # A last batch that is smaller than the number of micro-batches runs with fewer of them.
             sizes = microbatch_sizes(total, min(total, self._plan.microbatches))
+            if set(sizes.sizes) != {self._plan.microbatch_size}:  # not what the plan was made for
+                sizes = fitting_sizes(self.recording, leaves, self._plan.microbatches) or sizes
             parts = slice_leaves(list(tensors.values()), sizes)
             microbatches = [{**by_name, **dict(zip(tensors, part))} for part in parts]
             forms = [tuple((tuple(t.shape), str(t.dtype)) for t in part) for part in parts]

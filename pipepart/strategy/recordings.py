@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipepart.capture import Recording
 from pipepart.errors import CaptureError
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
+from pipepart.runtime.microbatch import fitting_sizes
 
 __all__ = ["MOST", "Variants"]
 
@@ -64,13 +63,7 @@ class Variants:
                 leaves = recording.flatten((batch,), {key: value for key, value in numbers.items() if key in wanted})
             except CaptureError:  # another structure, type or size
                 continue
-            if _holds(recording, leaves, runtime.plan.microbatches):
+            # The graph sees micro-batches, so what it was specialised on is held against these.
+            if fitting_sizes(recording, leaves, runtime.plan.microbatches) is not None:
                 return name, leaves
         return None, None
-
-
-def _holds(recording: Recording, leaves: list[Any], microbatches: int) -> bool:
-    """The graph sees micro-batches, so what it was specialised on is held against the first and the last of them."""
-    total = batch_size_of(leaves)
-    parts = slice_leaves(leaves, microbatch_sizes(total, min(total, microbatches)))
-    return all(recording.stale(part) is None for part in (parts[0], parts[-1]))

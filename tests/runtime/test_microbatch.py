@@ -49,3 +49,30 @@ def test_merged_outputs_are_those_of_one_batch() -> None:
     torch.testing.assert_close(mean, x.mean(0))
     assert label == "label"
     assert float(count) == 4.0
+
+
+class _Single(torch.nn.Module):
+    """Does something else for a single sample, as masks of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x * 2 if x.shape[0] != 1 else x).square().mean()
+
+
+def test_a_last_batch_is_cut_so_that_the_recording_holds() -> None:
+    from pipepart import Pipeline
+
+    model = _Single()
+    pipe = Pipeline(model, (torch.randn(16, 4),), stages=1, microbatches=4)
+    for size in (5, 3):  # 2, 1, 1, 1 would need two recordings, and 1, 1, 1 another one
+        batch = torch.randn(size, 4)
+        model.zero_grad()
+        loss = pipe.step(batch)
+        torch.testing.assert_close(loss, model.layers(batch * 2).square().mean().detach())
+        gradient = model.layers[0].weight.grad.clone()
+        model.zero_grad()
+        model.layers(batch * 2).square().mean().backward()
+        torch.testing.assert_close(gradient, model.layers[0].weight.grad)
