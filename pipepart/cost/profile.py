@@ -59,7 +59,7 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
         saved_bytes=tuple(m.saved_bytes for m in found),
         output_bytes=tuple(sizes),
         source="profile",
-        split_extra=tuple(m.split * b_scale + (2 * by_python if m.trained else 0.0) for m in found),
+        split_extra=tuple(m.split * b_scale + (by_python if m.trained else 0.0) for m in found),
     )
 
 
@@ -312,11 +312,7 @@ class _Two(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-
-        def work() -> torch.Tensor:
-            return gradient.t().mm(x)
-
-        return gradient.mm(weight), work()
+        return gradient.mm(weight), gradient.t().mm(x)
 
 
 def _split_layer(rounds: int = 60) -> float:
@@ -333,7 +329,7 @@ def _split_layer(rounds: int = 60) -> float:
         return _typical(times)
 
     with torch.enable_grad():
-        return max(0.0, typical(_Two.apply) - typical(nn.functional.linear)) / 2
+        return max(0.0, typical(_Two.apply) - typical(nn.functional.linear))
 
 
 def _scale(whole: float, parts: Iterator[float] | Any) -> float:

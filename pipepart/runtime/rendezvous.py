@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from pipepart.errors import ConfigError
+
 __all__ = ["local_store"]
 
 
@@ -33,9 +35,12 @@ def local_store(address: str, port: int, rank: int, size: int, timeout: timedelt
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(1024)
-    except OSError:  # torch has better words for it
+    except OSError as error:  # the others have been told this port: another way of meeting would leave them waiting
         listener.close()
-        return None
+        raise ConfigError(
+            f"the processes of this job were to meet at 127.0.0.1:{port}, which cannot be listened on: {error}. Another job "
+            "may use it: set MASTER_PORT to a free port."
+        ) from error
     return dist.TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 

@@ -86,3 +86,10 @@ def test_layers_with_something_special_keep_their_own_backward(change: str) -> N
         assert not module.__dict__["layer"](x).requires_grad
     else:
         assert found == 0
+
+
+def test_planning_prices_the_layers_that_are_deferred() -> None:
+    from pipepart.planning import pricing
+    from pipepart.runtime import deferred
+
+    assert {kind.__name__ for kind in deferred._FUNCTIONS} == pricing._SPLIT

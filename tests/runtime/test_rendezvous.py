@@ -10,6 +10,9 @@ import textwrap
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
+from pipepart.errors import ConfigError
 from pipepart.runtime.rendezvous import local_store
 
 ROOT = Path(__file__).parents[2]
@@ -63,3 +66,12 @@ def test_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
 def test_other_hosts_are_left_to_torch() -> None:
     assert local_store("10.1.2.3", 29500, 0, 2, timedelta(seconds=1)) is None
     assert local_store("node-0", 29500, 1, 2, timedelta(seconds=1)) is None
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}, which cannot be listened on.*MASTER_PORT"):
+            local_store("127.0.0.1", port, 0, 2, timedelta(seconds=1))

@@ -52,8 +52,8 @@ def _data_parallel(name: str, size: int) -> Step:
         *first, last = zip(*(tensor.chunk(MICROBATCHES // size) for tensor in batch))
         with model.no_sync():
             for part in first:
-                (model(*part) / len(first)).backward()
-        (model(*last) / len(first)).backward()
+                (model(*part) / (len(first) + 1)).backward()
+        (model(*last) / (len(first) + 1)).backward()
         model.zero_grad()
 
     return step
