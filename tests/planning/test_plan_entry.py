@@ -1,15 +1,18 @@
 """`plan`: any cluster, no process, everything auto."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipepart.cost import OpCosts
 from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind, Node
 from pipepart.cost.given import write_costs
 from pipepart.errors import PlanError
 from pipepart.graph import capture
-from pipepart.planning import plan
+from pipepart.planning import Request, make_plan, plan
 from pipepart.planning.layout import Layout
 from pipepart.planning.sources import resized, scaled
 from pipepart.schedule import validate
@@ -159,3 +162,32 @@ def plan_costs():
 
     captured = capture(Net(), example())
     return Analytic(captured.graph, cluster(), 16).at(16, "gpu")
+
+
+def test_a_backward_in_two_halves_has_its_price() -> None:
+    """What the halves take more is in the step of schedules that split, and in no other."""
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    graph = capture(Model(), (torch.randn(8, 4),)).graph
+    linear = [op.kind == "module" for op in graph.ops]
+    ones = tuple(float(busy) for busy in linear)
+    none = (0,) * len(graph)
+    plain = OpCosts(tuple(op.name for op in graph.ops), ones, ones, ones, none, none, none, "sample")
+    dear = dataclasses.replace(plain, split_extra=tuple(0.5 * one for one in ones))
+
+    sizes = {name: (16, 64) for name, _ in layers.named_parameters(prefix="layers")}
+
+    def step(costs: OpCosts, schedule: str) -> float:
+        request = Request(2, microbatches=8, schedule=schedule, slack=0, split_at=("layers.2",))
+        return make_plan(graph, costs, request, 1, sizes).step_time
+
+    assert step(dear, "1f1b") == step(plain, "1f1b")
+    assert step(dear, "zb_h1") >= step(plain, "zb_h1") + 8 * 2 * 0.5  # 8 micro-batches of two layers on a stage
