@@ -25,11 +25,15 @@ __all__ = ["RecordedGraph", "RecordedModule", "resolve", "tensor_names", "used_t
 
 
 class RecordedGraph(fx.GraphModule):
-    """A runnable part of a recording; its parameters are those of the root, under their full names."""
+    """A runnable part of a recording; its parameters are those of the root, under their full names.
+
+    Its Python code is written and compiled when it is first called or read: many parts are made and never run.
+    """
 
     _root: Any
     _used: Any
     _regions: bool
+    _compiled: bool
 
     def __init__(
         self, root: nn.Module, graph: fx.Graph, references: Mapping[str, Any], used: Sequence[str], regions: bool
@@ -51,6 +55,30 @@ class RecordedGraph(fx.GraphModule):
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
             stack.callback(torch.set_autocast_enabled, "cpu", torch.is_autocast_enabled("cpu"))
             return self.forward(*args)
+
+    def recompile(self) -> Any:
+        """The graph has changed: forget the code."""
+        kind: Any = type(self)  # fx makes a class for each instance
+        kind.forward = RecordedGraph._compiled_forward
+        self.__dict__["_compiled"] = False
+
+    def _compiled_forward(self, *args: Any) -> Any:
+        self._compile()
+        return self.forward(*args)
+
+    def _compile(self) -> None:
+        if not self._compiled:
+            super().recompile()
+            self.__dict__["_compiled"] = True
+
+    @property
+    def code(self) -> str:
+        self._compile()
+        return super().code
+
+    def __str__(self) -> str:
+        self._compile()
+        return super().__str__()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -19,7 +19,7 @@ from pipepart.capture.effects import Effects
 from pipepart.capture.explain import put_back
 from pipepart.capture.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
 from pipepart.capture.recording import ANY, Input, LogCall, Recording
-from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, copy_leaf, eager, keep_whole, run_once, settle
+from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, eager, keep_whole, run_once, settle
 from pipepart.capture.simplify import simplify
 from pipepart.capture.study import Study
 from pipepart.capture.verify import verify
@@ -268,7 +268,7 @@ def _recording(
     if base.leaves is not leaves:
         result, logged = eager(call, leaves, mode)
         expected = [*trees.flatten(result)[0], *(v for _, v, _ in logged if not isinstance(v, nn.Module))]
-    verify(recording, [copy_leaf(leaf) for leaf in leaves], expected, mode)
+    verify(recording, leaves, expected, mode)
     return recording
 
 

@@ -12,22 +12,29 @@ import torch.fx as fx
 
 from pipepart.capture import state
 from pipepart.capture.emit import executable
+from pipepart.capture.flops import FlopMode
 from pipepart.capture.recording import OpMeta, Recording
+from pipepart.capture.runs import copy_leaf
 from pipepart.errors import CaptureError
 
 __all__ = ["verify"]
 
 
 class _Replay(fx.Interpreter):
-    """Runs a graph node by node and remembers shape, dtype and requires_grad of each value."""
+    """Runs a graph node by node and remembers shape, dtype, requires_grad and FLOPs of each value."""
 
-    def __init__(self, module: fx.GraphModule):
+    def __init__(self, module: fx.GraphModule, counter: FlopMode | None):
         super().__init__(module, garbage_collect_values=True)
         self.seen: dict[str, Any] = {}
+        self.flops: dict[str, int] = {}
+        self.counter = counter
 
     def run_node(self, n: fx.Node) -> Any:
+        before = self.counter.total if self.counter is not None else 0
         value = super().run_node(n)
         origin = n.meta.get("origin")
+        if self.counter is not None and self.counter.total != before and origin is not None:
+            self.flops[origin] = self.counter.total - before
         if origin is not None and isinstance(value, torch.Tensor):
             size = value.numel() * value.element_size()
             self.seen[origin] = (tuple(value.shape), value.dtype, size, value.requires_grad)
@@ -35,18 +42,12 @@ class _Replay(fx.Interpreter):
 
 
 def verify(recording: Recording, leaves: Sequence[Any], expected: Sequence[Any], fake_mode: Any) -> None:
-    """Raise a `CaptureError` if the recording does not compute what the model computed; fill in the example's shapes.
+    """Raise a `CaptureError` if the recording does not compute what the model computed.
 
-    `expected` are the flat outputs of the model, from the same random state.
+    `expected` are the flat outputs of the model, from the same random state. Fills in what the example's sizes are and
+    cost: the shape of each op's value, and ``node.meta["flops"]``.
     """
-    body = executable(recording, depth=None)
-    replay = _Replay(body)
-    with ExitStack() as stack:
-        stack.enter_context(state.preserved(recording.root))
-        stack.enter_context(torch.enable_grad())
-        if fake_mode is not None:
-            stack.enter_context(fake_mode)
-        got = replay.run(*leaves)
+    got, replay = _replayed(recording, leaves, fake_mode)
     for i, (value, wanted) in enumerate(zip(got, expected)):
         if isinstance(wanted, torch.Tensor):
             problem = _difference(value, wanted, fake_mode is not None)
@@ -58,6 +59,7 @@ def verify(recording: Recording, leaves: Sequence[Any], expected: Sequence[Any],
                     "Python objects\n  do: make it a function of its inputs, its parameters and torch's random numbers"
                 )
     for node in recording.ops:
+        node.meta["flops"] = replay.flops.get(node.name, 0)
         if node.op == "output" or node.name not in replay.seen:
             continue
         meta: OpMeta = node.meta["op"]
@@ -70,6 +72,26 @@ def verify(recording: Recording, leaves: Sequence[Any], expected: Sequence[Any],
             )
         if meta.shape is not None:
             node.meta["op"] = dataclasses.replace(meta, shape=shape, dtype=dtype, nbytes=nbytes)
+
+
+def _replayed(recording: Recording, leaves: Sequence[Any], fake_mode: Any) -> tuple[Any, _Replay]:
+    """Run the recording op by op. An op that cannot run where FLOPs are counted makes it run without."""
+    body = executable(recording, depth=None)
+    for counter in (FlopMode(), None):
+        replay = _Replay(body, counter)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(state.preserved(recording.root))
+                stack.enter_context(torch.enable_grad())
+                if fake_mode is not None:
+                    stack.enter_context(fake_mode)
+                if counter is not None:
+                    stack.enter_context(counter)
+                return replay.run(*(copy_leaf(leaf) for leaf in leaves)), replay
+        except Exception as error:
+            if counter is None or isinstance(error, CaptureError):
+                raise
+    raise AssertionError("unreachable")
 
 
 def _difference(value: Any, wanted: torch.Tensor, fake: bool) -> str:

@@ -8,7 +8,6 @@ from pipepart.capture.colocate import colocated
 from pipepart.capture.execute import tensor_names, used_tensors
 from pipepart.capture.fingerprint import target_name
 from pipepart.capture.recording import OpMeta, Recording
-from pipepart.graph.flops import op_flops
 from pipepart.graph.opgraph import Op, OpGraph
 
 __all__ = ["op_graph"]
@@ -20,10 +19,9 @@ def op_graph(recording: Recording) -> OpGraph:
     """The ops of a recording in program order; reads of parameters and buffers are folded into their users."""
     nodes = recording.ops
     position = {node: i for i, node in enumerate(nodes)}
-    flops = op_flops(recording)
     sizes = {name: p.numel() * p.element_size() for name, p in recording.root.named_parameters()}
     names = tensor_names(recording.root)
-    ops = tuple(_op(recording, node, sizes, names, flops.get(node, 0)) for node in nodes)
+    ops = tuple(_op(recording, node, sizes, names) for node in nodes)
     edges = tuple(
         (position[source], i) for i, node in enumerate(nodes) for source in node.all_input_nodes if source in position
     )
@@ -31,7 +29,7 @@ def op_graph(recording: Recording) -> OpGraph:
     return OpGraph(ops, edges, groups, recording.hash)
 
 
-def _op(recording: Recording, node: fx.Node, sizes: dict[str, int], names: dict[int, str], flops: int) -> Op:
+def _op(recording: Recording, node: fx.Node, sizes: dict[str, int], names: dict[int, str]) -> Op:
     if node.op == "output":
         return Op(node.name, "output", "output", "", "", "", None, None, 0, False, (), 0, 0, False, False, False)
     meta: OpMeta = node.meta["op"]
@@ -50,7 +48,7 @@ def _op(recording: Recording, node: fx.Node, sizes: dict[str, int], names: dict[
         requires_grad=meta.requires_grad,
         parameters=used,
         parameter_bytes=sum(sizes[name] for name in used),
-        flops=flops,
+        flops=node.meta.get("flops", 0),
         random=meta.random,
         dynamic_shape=meta.dynamic_shape,
         replicable=meta.replicable,
