@@ -12,8 +12,13 @@ from pipepart.capture import symbols
 __all__ = ["has_tensor", "holds_tensors", "tensors_in", "unwrap"]
 
 
+_ATOMS = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Tensor, nn.Parameter})
+
+
 def unwrap(value: Any) -> Any:
     """Arguments with the bare numbers in place of tracked ones."""
+    if type(value) in _ATOMS:
+        return value
     if symbols.is_tracked(value):
         return symbols.plain(value)
     if isinstance(value, torch.Size):
@@ -32,6 +37,8 @@ def tensors_in(value: Any, found: list[torch.Tensor] | None = None) -> list[torc
     found = [] if found is None else found
     if isinstance(value, torch.Tensor):
         found.append(value)
+    elif type(value) in _ATOMS:
+        pass
     elif isinstance(value, (tuple, list)):
         for item in value:
             tensors_in(item, found)

@@ -28,6 +28,7 @@ _CONTAINERS = (
     collections.OrderedDict,
     collections.defaultdict,
 )
+_NO_OBJECTS = frozenset({*_NUMBERS, *_CONTAINERS, tuple, torch.Tensor, nn.Parameter})
 _LIBRARIES = ("torch.", "torchmetrics.", "lightning.", "pytorch_lightning.", "pipepart.", "builtins", "collections")
 
 
@@ -83,7 +84,7 @@ class Effects:
             for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
                 self._hook(path, hook)
             for name, value in vars(module).items():
-                if path or not name.startswith("_"):
+                if type(value) not in _NO_OBJECTS and (path or not name.startswith("_")):
                     self._object(path, f"attribute {name!r}", value)
 
     def changes(self) -> Iterator[tuple[str, str]]:

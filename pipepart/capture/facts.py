@@ -81,10 +81,18 @@ def user_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _HERE, "<")):
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        short = _user_files.get(name)
+        if short is None:
+            ours = name.startswith((_TORCH, _HERE, "<"))
+            short = _user_files[name] = "" if ours else name.rpartition("/")[2]
+        if short:
+            return f"{short}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+_user_files: dict[str, str] = {}
+"""Files seen in frames: the short name of a user's file, nothing for one of torch or ours."""
 
 
 def reached(outs: list[torch.Tensor], edges: dict[Any, fx.Node]) -> set[fx.Node]:
@@ -95,7 +103,11 @@ def reached(outs: list[torch.Tensor], edges: dict[Any, fx.Node]) -> set[fx.Node]
     seen: set[Any] = set()
     todo: list[Any] = []
     for out in outs:
-        if out.requires_grad and not out.is_inference():
+        if not out.requires_grad or out.is_inference():
+            continue
+        if out.grad_fn is not None:
+            todo.append((out.grad_fn, out.output_nr))
+        else:
             edge = torch.autograd.graph.get_gradient_edge(out)
             todo.append((edge.node, edge.output_nr))
     while todo:

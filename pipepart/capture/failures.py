@@ -10,7 +10,12 @@ __all__ = ["DataDependent", "DrawsOutside", "FromNumpy", "NotRecordable", "Unset
 
 
 class NotRecordable(CaptureError):
-    """Something that cannot be written down as ops; keeping the module around it whole may help."""
+    """Something that cannot be written down as ops; keeping the module around it whole may help.
+
+    `also` are other modules that the same run found to have the same trouble, and what it is there.
+    """
+
+    also: tuple[tuple[str, str], ...] = ()
 
 
 class DataDependent(NotRecordable):

@@ -21,6 +21,7 @@ from pipepart.capture.number_recorder import NumberRecorder
 
 __all__ = ["GraphRecorder", "unseen"]
 
+_ATOMS = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -54,6 +55,7 @@ class GraphRecorder(NumberRecorder):
         self.checkpoints: list[Checkpoint] = []
         self.open_checkpoints: list[int] = []
         self.mutations: dict[Any, fx.Node] = {}  # the last op that changed a storage in place
+        self.known: dict[int, fx.Node] = {}  # the nodes of the tensors that the call which is being recorded takes
         self.current: dict[int, fx.Node | None] = {}  # up to which mutation the node of a tensor stands for it
 
     def release(self) -> None:
@@ -81,7 +83,10 @@ class GraphRecorder(NumberRecorder):
         """A new node at the end of the graph, with what is known of where it was made."""
         if op == "call_function" and not isinstance(target, str):
             target = nameable(target)
-        node = self.graph.create_node(op, target, args, kwargs, name)
+        node = self.graph.create_node(op, target, (), {}, name)
+        node.args = args  # set afterwards: fx walks arguments that are given at once a second time
+        if kwargs:
+            node.kwargs = kwargs
         path, module = self.stack[-1]
         autocast = autocast_state()
         self.facts[node] = Fact(
@@ -117,6 +122,9 @@ class GraphRecorder(NumberRecorder):
     @unseen
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
         """From now on `tensor` is the value of `node`."""
+        self._bind(tensor, node)
+
+    def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
         self.values[id(tensor)] = node
         self.kept.append(tensor)
         fact = self.facts[node]
@@ -139,12 +147,15 @@ class GraphRecorder(NumberRecorder):
         fact.dynamic = self.facts[node].dynamic
         fact.reads = {storage}
         fact.differentiates = {node, mutation}
-        self.bind(tensor, made)
+        self._bind(tensor, made)
         return made
 
     @unseen
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """The node whose value `tensor` is; parameters, buffers and constants are read where they are first used."""
+        return self._node_of(tensor)
+
+    def _node_of(self, tensor: torch.Tensor) -> fx.Node:
         node = self.values.get(id(tensor))
         if node is not None:
             return self._after_mutation(tensor, node)
@@ -169,7 +180,7 @@ class GraphRecorder(NumberRecorder):
                 )
             node = self.constant(tensor)
         before = self.mutations.get(storage_of(tensor))
-        self.bind(tensor, node)
+        self._bind(tensor, node)
         if before is not None:
             self.current[id(tensor)] = None
             return self._after_mutation(tensor, node)
@@ -179,8 +190,10 @@ class GraphRecorder(NumberRecorder):
 
     def argument(self, value: Any) -> Any:
         """A Python argument as fx sees it: nodes for tensors and tracked numbers, constants for the rest."""
+        if type(value) in _ATOMS:
+            return value
         if isinstance(value, torch.Tensor):
-            return self.node_of(value)
+            return self.known.get(id(value)) or self.node_of(value)
         if symbols.is_tracked(value):
             return value.node()
         if isinstance(value, PackedSequence):

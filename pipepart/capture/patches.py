@@ -82,6 +82,7 @@ def is_torch_leaf(module: nn.Module) -> bool:
 def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
     """Tensors that the model keeps as attributes are kept by the graph too; other Python state cannot be."""
     whole = [name for name in recorder.module_names.values() if name in recorder.whole]
+    lost: dict[str, NotRecordable] = {}
     for path, module, name, old, value in attributes.changes():
         inside = any(path == name_ or path.startswith(f"{name_}.") for name_ in whole)
         if inside or is_torch_leaf(module) or is_metric(module) or (not path and name.startswith("_")):
@@ -97,13 +98,21 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
             continue
         if value == old and type(value) is type(old):
             continue
-        recorder.failed_in = [path]
         kind = Unsettled if state.is_plain(old) and state.is_plain(value) else NotRecordable
-        raise kind(
-            f"attribute {name!r} of module {path!r} is changed by the call (before: {str(old)[:60]}, after: "
-            f"{str(value)[:60]}); a recorded call keeps no Python state. Keep it in a buffer, log it or return it; "
-            "if the model only sets itself up in its first call, run it once before"
+        lost.setdefault(
+            path,
+            kind(
+                f"attribute {name!r} of module {path!r} is changed by the call (before: {str(old)[:60]}, after: "
+                f"{str(value)[:60]}); a recorded call keeps no Python state. Keep it in a buffer, log it or return it; "
+                "if the model only sets itself up in its first call, run it once before"
+            ),
         )
+    if lost:
+        first, *others = lost
+        recorder.failed_in = [first]
+        error = lost[first]
+        error.also = tuple((path, str(lost[path])) for path in others if type(lost[path]) is type(error))
+        raise error
 
 
 def refuse_effects(recorder: Recorder, effects: Effects) -> None:
@@ -142,6 +151,7 @@ def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any
                 own=_buffers(module),
                 stateful=is_metric(module),
                 random=_draws(module),
+                closed=_is_closed(module),
             )
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise NotRecordable(f"module {name!r} has a backward hook and consists of several ops")
@@ -155,6 +165,19 @@ def _call_module(recorder: Recorder, original: Any, module: nn.Module, args: Any
         raise
     finally:
         recorder.stack.pop()
+
+
+def _is_closed(module: nn.Module) -> bool:
+    """Whether a module runs torch's own code over its own parameters and its arguments, and nothing else."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return (
+        not module._modules
+        and not hooks
+        and not any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)
+        and "forward" not in vars(module)
+        and all(type(p) is nn.Parameter for p in module._parameters.values() if p is not None)
+        and type(module).__module__.startswith("torch.nn.modules.")
+    )
 
 
 def _buffers(module: nn.Module) -> list[torch.Tensor]:

@@ -34,10 +34,12 @@ def record(
     kwargs: Mapping[str, Any] | None = None,
     *,
     root: nn.Module | None = None,
+    like: Recording | None = None,
 ) -> Recording:
     """Record a module, a bound method of a module, or a function that uses the modules of `root`.
 
     It is run on the example in the current mode (train or eval); buffers, gradients and random state stay as they are.
+    `like` is a recording of the same call in the other mode: sizes that were fixed there are taken as fixed.
     """
     if isinstance(target, nn.Module):
         root = root or target
@@ -53,7 +55,7 @@ def record(
         given, named = trees.unflatten(values, tree)
         return target(*given, **named), []
 
-    return record_call(Call(root, run, tuple(leaves), inputs, tree))
+    return record_call(Call(root, run, tuple(leaves), inputs, tree), like)
 
 
 def describe_leaf(leaf: Any, path: str, numbers: bool) -> Input:
@@ -84,7 +86,7 @@ def _short_path(target: Any, path: str) -> str:
     return f"args[{key}]{tail}"
 
 
-def record_call(call: Call) -> Recording:
+def record_call(call: Call, like: Recording | None = None) -> Recording:
     """Record a call; modules that resist are kept whole, one by one, before giving up."""
     state.refuse_wrapped(call.root)
     with ExitStack() as stack:
@@ -96,7 +98,7 @@ def record_call(call: Call) -> Recording:
         around = Effects(call.root, lambda module, path: False)
         while True:
             try:
-                recording = _record(call, leaves, names, settings, mode)
+                recording = _record(call, leaves, names, settings, mode, like)
                 around.restore(settings.whole if settings.settled else None)
                 return recording
             except Retry:
@@ -116,7 +118,9 @@ def _fake(leaf: Any, mode: Any) -> Any:
         return made.requires_grad_() if leaf.requires_grad else made
 
 
-def _record(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any) -> Recording:
+def _record(
+    call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any, like: Recording | None
+) -> Recording:
     dims = variants.dimensions(leaves)
     batch = dims[0] if dims else None
     base_leaves = leaves
@@ -129,7 +133,7 @@ def _record(call: Call, leaves: list[Any], names: state.Names, settings: Setting
         except Exception:
             base_leaves, batch = leaves, None
     base = _attempt(call, base_leaves, names, settings, mode)
-    study = Study(call, base_leaves, base, names, settings, mode)
+    study = Study(call, base_leaves, base, names, settings, mode, like.sizes if like is not None else {})
     if batch is not None:
         study.vary(batch)
     failed = [dim for dim in dims[1:] if not study.vary(dim)]
@@ -145,7 +149,7 @@ def _record(call: Call, leaves: list[Any], names: state.Names, settings: Setting
         for i, spec in enumerate(call.inputs)
     )
     equal = tuple(dim.places for dim in study.proved if len(dim.places) > 1)
-    return _recording(call, leaves, base, inputs, equal, settings, study.notes(dims[1:]), mode)
+    return _recording(call, leaves, base, inputs, equal, settings, study, mode)
 
 
 def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any) -> Run:
@@ -170,6 +174,9 @@ def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settin
             raise Retry from None
         for path in reversed(failed.modules):
             if path and keep_whole(call.root, path, settings, text):
+                for other, why in error.also if isinstance(error, NotRecordable) else ():
+                    if not any(other.startswith(f"{kept}.") for kept in settings.whole):
+                        keep_whole(call.root, other, settings, why)
                 raise Retry from None
             if path and path not in settings.whole:
                 break
@@ -229,7 +236,7 @@ def _recording(
     inputs: tuple[Input, ...],
     equal: tuple[tuple[tuple[int, int], ...], ...],
     settings: Settings,
-    notes: list[str],
+    study: Study,
     mode: Any,
 ) -> Recording:
     recorder = base.recorder
@@ -260,7 +267,8 @@ def _recording(
         step=call.step,
         equal_sizes=equal,
         leaves=tuple(sorted(settings.whole)),
-        notes=(*recorder.notes, *_checkpoint_note(len(recorder.checkpoints)), *notes),
+        notes=(*recorder.notes, *_checkpoint_note(len(recorder.checkpoints)), *study.notes()),
+        sizes=study.sizes,
         checkpoints=tuple(recorder.checkpoints),
     )
     annotate(recording, recorder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,11 @@ class RecordMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.recorder.torch_call(func, args, kwargs or {})
+
+
+def _plain(tensors: list[torch.Tensor]) -> bool:
+    """Whether no tensor is of a class that has its own idea of torch functions."""
+    return all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
 
 
 @dataclass
@@ -97,7 +103,9 @@ class Recorder(GraphRecorder):
             return self._number(name, args, kwargs, out)
         if name in ("tensor", "as_tensor", "from_numpy") and args and type(args[0]).__module__ == "numpy":
             self._check_numpy(args[0])
+        self.known = {id(tensor): node for tensor, node in zip(inputs, before[2])}
         node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs))
+        self.known = {}
         node_args, node_kwargs = self._follow_training(func, name, node_args, node_kwargs)
         if name in ops.OPERATORS and not node_kwargs and ops.tensor_method(func, name):
             node = self.make("call_function", ops.OPERATORS[name], node_args, {})
@@ -128,8 +136,12 @@ class Recorder(GraphRecorder):
         own: list[torch.Tensor] | None = None,
         stateful: bool = False,
         random: bool = False,
+        closed: bool = False,
     ) -> Any:
-        """Record a call without looking inside. What it touches must be among its arguments or below `prefix`."""
+        """Record a call without looking inside. What it touches must be among its arguments or below `prefix`.
+
+        `closed` calls are known to touch nothing else: what they do is not watched.
+        """
         inputs = tensors_in((args, kwargs))
         node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs))
         state = own or []
@@ -139,7 +151,8 @@ class Recorder(GraphRecorder):
         try:
             before = self._before(inputs)
             versions = [version_of(t) for t in state]
-            out = call(*unwrap(tuple(args)), **unwrap(dict(kwargs)))
+            with torch._C.DisableTorchFunction() if closed and _plain(inputs) else nullcontext():
+                out = call(*unwrap(tuple(args)), **unwrap(dict(kwargs)))
             changed = any(version_of(t) != v for t, v in zip(state, versions))
         finally:
             self.frames.pop()
@@ -163,7 +176,7 @@ class Recorder(GraphRecorder):
     @unseen
     def _before(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         edges = {}
-        nodes = [self.node_of(tensor) for tensor in inputs]
+        nodes = [self._node_of(tensor) for tensor in inputs]
         for tensor, node in zip(inputs, nodes):
             if tensor.requires_grad and not tensor.is_inference():
                 edges[self._edge(tensor)] = node
@@ -173,7 +186,10 @@ class Recorder(GraphRecorder):
 
     def _edge(self, tensor: torch.Tensor) -> tuple[Any, int]:
         """Where gradients of a tensor go in autograd's graph; of a parameter always the same."""
-        key = id(tensor) if tensor.grad_fn is None else 0
+        function = tensor.grad_fn
+        if function is not None:
+            return function, tensor.output_nr
+        key = id(tensor)
         known = self.leaf_edges.get(key)
         if known is None:
             edge = torch.autograd.graph.get_gradient_edge(tensor)
@@ -194,12 +210,8 @@ class Recorder(GraphRecorder):
         drawn = self._rng()
         fact.random = fact.random or drawn != self.rng_state
         self.rng_state = drawn
-        fact.varies = (
-            fact.random
-            or node.op == "call_module"
-            or any(self.facts[n].varies or self.facts[n].number is not None for n in node.all_input_nodes)
-        )
         known = [self.facts[n] for n in node.all_input_nodes]
+        fact.varies = fact.random or node.op == "call_module" or any(f.varies or f.number is not None for f in known)
         fact.chance = (fact.random or any(f.chance for f in known)) and all(
             f.chance or (not f.varies and f.number is None) for f in known
         )
@@ -212,14 +224,14 @@ class Recorder(GraphRecorder):
         if not outs:
             outs = [tensor for tensor in inputs if storage_of(tensor) in fact.mutates]
         fact.differentiates = reached(outs, edges)
-        for source in node.all_input_nodes:  # objects made of tensors
-            if self.facts[source].tensor is None and self.facts[source].differentiates & fact.differentiates:
+        for source, its in zip(node.all_input_nodes, known):  # objects made of tensors
+            if its.tensor is None and its.differentiates & fact.differentiates:
                 fact.differentiates.add(source)
         fact.requires_grad = any(o.requires_grad for o in outs)
 
     def _bind_result(self, out: Any, node: fx.Node) -> None:
         if isinstance(out, torch.Tensor):
-            self.bind(out, node)
+            self._bind(out, node)
             if out.dim() == 0:
                 self.facts[node].dynamic = False
             return

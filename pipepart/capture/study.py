@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,22 +19,43 @@ from pipepart.errors import CaptureError
 __all__ = ["Study"]
 
 
+Sizes = Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]]
+"""For (input, dimension) pairs that change together: another size with the same graph, or None and why."""
+
+
 class Study:
     """The example at other sizes: which dimensions are free, and which constants follow them."""
 
-    def __init__(self, call: Call, leaves: list[Any], base: Run, names: state.Names, settings: Settings, mode: Any):
+    def __init__(
+        self,
+        call: Call,
+        leaves: list[Any],
+        base: Run,
+        names: state.Names,
+        settings: Settings,
+        mode: Any,
+        known: Sizes,
+    ):
         self.call, self.leaves, self.base = call, leaves, base
         self.names, self.settings, self.mode = names, settings, mode
         self.runs = [base]
         self.proved: list[variants.Dimension] = []
         self.explained: dict[tuple[int, int], Explanation] = {}
         self.reasons: dict[variants.Dimension, str] = {}
+        self.known = known
+        self.sizes: dict[tuple[tuple[int, int], ...], tuple[int | None, str]] = {}
 
     def vary(self, dim: variants.Dimension) -> bool:
-        """Record at another size of `dim`; True if the graph is the same there."""
-        reason = ""
+        """Record at another size of `dim`; True if the graph is the same there.
+
+        What the other mode has found is used: a size that was right is tried first, a dimension with none is fixed.
+        """
+        right, reason = self.known.get(dim.places, (0, ""))
+        if right is None and not dim.is_batch:
+            self.reasons[dim], self.sizes[dim.places] = reason, (None, reason)
+            return False
         elements = sum(leaf.numel() for leaf in self.leaves if isinstance(leaf, torch.Tensor))
-        for size in dim.candidates(elements):
+        for size in sorted(dim.candidates(elements), key=lambda size: size != right):
             try:
                 run = self._run(dim, size)
             except RunFailed as error:
@@ -50,11 +71,12 @@ class Study:
             if mismatch is None:
                 self.runs.append(run)
                 self.proved.append(dim)
+                self.sizes[dim.places] = size, ""
                 return True
             reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
             if dim.is_batch:
                 self._baked_in(mismatch.module, reason)
-        self.reasons[dim] = reason
+        self.reasons[dim], self.sizes[dim.places] = reason, (None, reason)
         return False
 
     def ignored_strings(self) -> set[int]:
@@ -70,7 +92,7 @@ class Study:
         mismatch, numbers = self._compare(run)
         return set() if mismatch is not None or numbers else texts
 
-    def notes(self, dims: Sequence[variants.Dimension]) -> list[str]:
+    def notes(self) -> list[str]:
         """What is fixed and why."""
         free = {place for dim in self.proved for place in dim.places}
         return [

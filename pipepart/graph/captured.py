@@ -114,7 +114,7 @@ def capture(
     if not isinstance(root, nn.Module):
         raise CaptureError(f"capture({module_or_step!r}): expected a module or a bound method of a module")
     train = _in_mode(root, True, lambda: record(module_or_step, args, kwargs))
-    evaluation = _in_mode(root, False, lambda: record(module_or_step, args, kwargs))
+    evaluation = _in_mode(root, False, lambda: record(module_or_step, args, kwargs, like=train))
     return Captured(train, evaluation, op_graph(train))
 
 
