@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from pipepart.capture import Recording, record
+from pipepart.capture import Recording
 from pipepart.capture.execute import used_tensors
 from pipepart.capture.patches import is_torch_leaf
 from pipepart.capture.state import preserved
+from pipepart.graph import Captured, capture
 
 __all__ = ["Report", "check_model", "compare", "measure"]
 
@@ -99,9 +100,9 @@ def check_model(
     speed: bool = False,
     equality: bool = True,
 ) -> Report:
-    """Capture a model in train and eval mode and compare it with the original.
+    """Capture a model, in train and eval mode, and compare it with the original.
 
-    Without `equality` only the time of the capture (and of a step, with `speed`) is taken.
+    Without `equality` only the time of ``capture(model, args)`` (and of a step, with `speed`) is taken.
     """
     report = Report(name)
     torch.manual_seed(0)
@@ -111,16 +112,17 @@ def check_model(
     before = copy.deepcopy(model.state_dict())
     start = time.perf_counter()
     try:
-        recording = record(model, args)
+        captured = capture(model, args)
     except Exception as error:
         report.problems.append(f"{type(error).__name__}: {str(error)[:400]}")
         return report
     report.seconds, report.captured = time.perf_counter() - start, True
+    recording = captured.train
     report.ops, report.kept_whole = len(recording.ops), recording.leaves
     report.largest_op, report.largest_leaf = shares(recording)
     module = recording.module()
     if equality:
-        report.problems += differences(model, recording, module, (args, other), names, before)
+        report.problems += differences(model, captured, module, (args, other), names, before)
     if speed and not report.problems:
         report.speed = side_by_side(model, module, args)
     return report
@@ -128,7 +130,7 @@ def check_model(
 
 def differences(
     model: nn.Module,
-    recording: Recording,
+    captured: Captured,
     module: nn.Module,
     examples: tuple[tuple[Any, ...], tuple[Any, ...]],
     names: list[str],
@@ -145,7 +147,8 @@ def differences(
         for what, values in (("same size", args), ("other size", other)):
             problems += compare(measure(model, model, values), measure(model, module, values), what)
         model.eval()
-        evaluation = record(model, args).module()
+        assert captured.eval is not None
+        evaluation = captured.eval.module()
         for what, values in (("eval", args), ("eval, other size", other)):
             problems += compare(measure(model, model, values), measure(model, evaluation, values), what)
         model.train()
