@@ -18,7 +18,7 @@ from pipepart.capture.annotate import annotate
 from pipepart.capture.effects import Effects
 from pipepart.capture.explain import put_back
 from pipepart.capture.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
-from pipepart.capture.recording import ANY, Input, LogCall, Recording
+from pipepart.capture.recording import ANY, GuardError, Input, LogCall, Recording
 from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, eager, keep_whole, run_once, settle
 from pipepart.capture.simplify import simplify
 from pipepart.capture.study import Study
@@ -125,13 +125,7 @@ def _record(
     batch = dims[0] if dims else None
     base_leaves = leaves
     if batch is not None and batch.size == 1:  # size 1 broadcasts: nothing can be learned from it
-        try:
-            base_leaves = variants.resize(leaves, batch, 2)
-            with torch.no_grad():
-                eager(call, base_leaves, mode)
-            batch = variants.Dimension(2, batch.places, True)
-        except Exception:
-            base_leaves, batch = leaves, None
+        base_leaves, batch = (leaves, None) if settings.single else _two_samples(call, leaves, batch, mode)
     base = _attempt(call, base_leaves, names, settings, mode)
     study = Study(call, base_leaves, base, names, settings, mode, like.sizes if like is not None else {})
     if batch is not None:
@@ -149,7 +143,26 @@ def _record(
         for i, spec in enumerate(call.inputs)
     )
     equal = tuple(dim.places for dim in study.proved if len(dim.places) > 1)
-    return _recording(call, leaves, base, inputs, equal, settings, study, mode)
+    try:
+        return _recording(call, leaves, base, inputs, equal, settings, study, mode)
+    except GuardError as error:  # what was seen with two samples does not hold for the one that was given
+        if base_leaves is leaves or settings.single:
+            raise
+        settings.single = str(error).splitlines()[0]
+        raise Retry from None
+
+
+def _two_samples(
+    call: Call, leaves: list[Any], batch: variants.Dimension, mode: Any
+) -> tuple[list[Any], variants.Dimension | None]:
+    """An example of one sample as one of two, if the model can be run on it."""
+    try:
+        resized = variants.resize(leaves, batch, 2)
+        with torch.no_grad():
+            eager(call, resized, mode)
+    except Exception:
+        return leaves, None
+    return resized, variants.Dimension(2, batch.places, True)
 
 
 def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any) -> Run:
@@ -267,7 +280,7 @@ def _recording(
         step=call.step,
         equal_sizes=equal,
         leaves=tuple(sorted(settings.whole)),
-        notes=(*recorder.notes, *_checkpoint_note(len(recorder.checkpoints)), *study.notes()),
+        notes=(*recorder.notes, *_checkpoint_note(len(recorder.checkpoints)), *study.notes(), *_single_note(settings)),
         sizes=study.sizes,
         checkpoints=tuple(recorder.checkpoints),
     )
@@ -278,6 +291,14 @@ def _recording(
         expected = [*trees.flatten(result)[0], *(v for _, v, _ in logged if not isinstance(v, nn.Module))]
     verify(recording, leaves, expected, mode)
     return recording
+
+
+def _single_note(settings: Settings) -> list[str]:
+    if not settings.single:
+        return []
+    return [
+        f"batch size: fixed, this holds for one sample only; for more, the model does something else ({settings.single})"
+    ]
 
 
 def _checkpoint_note(regions: int) -> list[str]:

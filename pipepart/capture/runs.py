@@ -68,6 +68,8 @@ class Settings:
     compiling: bool = False
     settled: bool = False
     watching: bool = False
+    single: str = ""
+    """Why the model is recorded with one sample, as given: it does something else with more."""
     functions: list[Any] = field(default_factory=list)
     """Functions that are kept whole: they compute with numpy."""
     makers: bool = False
