@@ -5,30 +5,32 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from pipepart.capture import Recording, record, record_step
 from pipepart.cli.config import checked, compose_config
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.cli.train import resolve_devices
-from pipepart.cost import profiled
-from pipepart.cost.analytic import analytic
 from pipepart.cost.cluster import Cluster, cluster_from
 from pipepart.errors import ConfigError
-from pipepart.graph import op_graph
-from pipepart.planning import Plan, Request, check_request, make_plan
-from pipepart.planning.layout import Layout
+from pipepart.planning import Plan, check_request
+from pipepart.planning import plan as plan_for
 from pipepart.runtime import Mesh, Options, example_microbatch, fit_mesh
 from pipepart.runtime.microbatch import batch_size_of
 
 __all__ = ["plan"]
 
 _DTYPES = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
+_ASKED = (
+    "stages", "replicas", "microbatches", "schedule", "chunks", "slack", "keep_together", "split_at", "recompute",
+    "memory_limit",
+)  # fmt: skip
 
 
 def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False, output: Path | None = None) -> int:
@@ -42,8 +44,7 @@ def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False,
     strategy = config["strategy"]
     check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"], strategy["recompute"])
     cluster = None if config["cluster"].get("measured") else cluster_from(config["cluster"])
-    mesh = _mesh(config, cluster)
-    found = _plan_for(config, mesh, cluster, named[0] if named else None)
+    found = _plan_for(config, cluster, named[0] if named else None)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         found.save(output)
@@ -57,49 +58,43 @@ def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False,
     return 0
 
 
-def _mesh(config: dict[str, Any], cluster: Cluster | None) -> Mesh:
+def _devices(config: dict[str, Any], cluster: Cluster | None) -> int:
     stages, replicas = config["strategy"]["stages"], config["strategy"]["replicas"]
-    if (
-        cluster is not None
-        and config["devices"] == "auto"
-        and not (isinstance(stages, int) and isinstance(replicas, int))
-    ):
-        return fit_mesh(cluster.size, stages, replicas)
-    return fit_mesh(resolve_devices(config) * int(config["launcher"]["nodes"]), stages, replicas)
+    fixed = isinstance(stages, int) and isinstance(replicas, int)
+    if cluster is not None and config["devices"] == "auto" and not fixed:
+        return cluster.size
+    return resolve_devices(config) * int(config["launcher"]["nodes"])
 
 
-def _plan_for(config: dict[str, Any], mesh: Mesh, cluster: Cluster | None, named: str | None) -> Plan:
-    strategy = config["strategy"]
-    options = Options(mesh.stages, mesh.replicas, strategy["microbatches"])
-    if named is None:
-        recording, leaves, count = _recipe_step(config, options, mesh)
-    else:
-        recording, leaves, count = _callable(named, options, mesh)
-    graph = op_graph(recording)
-    request = Request(
-        stages=mesh.stages,
-        replicas=mesh.replicas,
-        microbatches=count,
-        schedule=strategy["schedule"],
-        chunks=strategy["chunks"],
-        slack=strategy["slack"],
-        keep_together=tuple(tuple(group) for group in strategy["keep_together"]),
-        split_at=None if strategy["split_at"] is None else tuple(strategy["split_at"]),
-        recompute=strategy["recompute"],
-        memory_limit=strategy["memory_limit"],
+def _plan_for(config: dict[str, Any], cluster: Cluster | None, named: str | None) -> Plan:
+    strategy, devices = config["strategy"], _devices(config, cluster)
+    mesh = fit_mesh(devices, strategy["stages"], strategy["replicas"])  # also refuses what cannot be
+    options = Options(mesh.stages, mesh.replicas, strategy["microbatches"], strategy["schedule"])
+    step = _recipe_step(config, options, mesh) if named is None else _callable(named, options, mesh)
+    precision = str(config["trainer"]["precision"])
+    return plan_for(
+        step.recording,
+        step.args,
+        step.kwargs,
+        cluster=cluster,
+        devices=devices,
+        batch_size=step.batch_size,
+        each_replica=True,  # every replica has a loader of its own
+        dtype=next((name for key, name in _DTYPES.items() if precision.startswith(key)), None),
+        **{name: strategy[name] for name in _ASKED},
     )
-    size = batch_size_of([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in recording.root.named_parameters()}
-    if cluster is None:
-        return make_plan(graph, profiled(recording, leaves, agree=bool), request, size, sizes)
-    whole = cluster.with_devices(mesh.world_size)
-    layout = Layout.on(whole, mesh.stages, mesh.replicas, memory_limit=strategy["memory_limit"])
-    dtype = next((name for key, name in _DTYPES.items() if str(config["trainer"]["precision"]).startswith(key)), None)
-    by_kind = {kind: analytic(graph, whole.kinds[kind], dtype=dtype) for kind in set(layout.kinds)}
-    return make_plan(graph, [by_kind[kind] for kind in layout.kinds], request, size, sizes, layout=layout)
 
 
-def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> tuple[Recording, Sequence[Any], int]:
+@dataclass(frozen=True)
+class _Step:
+    recording: Recording
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batch_size: int
+    """Of the whole batch that the arguments are a part of."""
+
+
+def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
     import lightning as L
 
     from pipepart.cli.fit import build_recipe
@@ -111,13 +106,12 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> tuple[
     batch = next(iter(data.train_dataloader()), None)
     if batch is None:
         raise ConfigError("data: the training loader gives no batch; planning needs one to know the shapes")
-    example, count = example_microbatch(batch, options, mesh)
+    example, _ = example_microbatch(batch, options, mesh)
     module.train()
-    recording = record_step(module, "training_step", example)
-    return recording, recording.flatten((example,), {}), count
+    return _Step(record_step(module, "training_step", example), (example,), {}, batch_size_of(tree_leaves(batch)))
 
 
-def _callable(name: str, options: Options, mesh: Mesh) -> tuple[Recording, Sequence[Any], int]:
+def _callable(name: str, options: Options, mesh: Mesh) -> _Step:
     """What the user has named on the command line: called, it gives the module and the arguments of one batch."""
     path, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -131,7 +125,6 @@ def _callable(name: str, options: Options, mesh: Mesh) -> tuple[Recording, Seque
         raise ConfigError(f"{name} returned {type(made).__name__}; expected (module, tuple of example arguments)")
     module, arguments = made
     given = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
-    (example, keywords), count = example_microbatch((given, {}), options, mesh)
+    (example, keywords), _ = example_microbatch((given, {}), options, mesh)
     module.train()
-    recording = record(module, example, keywords)
-    return recording, recording.flatten(example, keywords), count
+    return _Step(record(module, example, keywords), example, keywords, batch_size_of(tree_leaves(given)))

@@ -20,7 +20,7 @@ from pipepart.cost.profile import Context, profile, whole_step
 
 __all__ = ["cache_folder", "profiled"]
 
-_VERSION = 3
+_VERSION = 4
 """Of what a measurement means: older ones are measured again."""
 
 _TOLERANCE = 0.15
@@ -56,7 +56,7 @@ def profiled(
             found = None
         good = found is not None
         if agree is not None:
-            good = agree(found is not None and _holds(found, whole_step(recording, leaves, context)))
+            good = agree(found is not None and _holds(found, sum(whole_step(recording, leaves, context))))
         if good and found is not None:
             return found
     costs = profile(recording, leaves, context)

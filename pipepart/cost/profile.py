@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,10 +37,10 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
 
     Ops of one kind (the same module or function on the same shapes, as in the layers of a transformer) share their
     measurements: they cost the same, and a busy machine must not make one layer look slower than its twin. Of all
-    repeats the lower quartile counts: what disturbs a measurement only ever makes it longer.
+    repeats of an op the lower quartile counts: what disturbs a measurement only ever makes it longer.
     """
     module = recording.graph_module()
-    with _state_kept(recording.root):
+    with _state_kept(recording.root):  # gradients are added up as in a step of several micro-batches
         single = _OpProfiler(module, context)
         single.run(*leaves)
         single.settle()
@@ -197,9 +198,11 @@ class _OpProfiler(fx.Interpreter):
             ones = [torch.ones_like(root) for root in roots]
             split = bool(trainable and leaves)
             if split:
-                inputs_only.append(_timed_grad(roots, leaves, ones, retain=True))
-                kind.weights_only.append(_timed_grad(roots, trainable, ones, retain=True))
-            backward.append(_timed_grad(roots, sources, ones, retain=False))
+                inputs_only.append(_timed_backward(roots, leaves, ones, retain=True))
+                kind.weights_only.append(_timed_backward(roots, trainable, ones, retain=True))
+                for leaf in leaves:
+                    leaf.grad = None
+            backward.append(_timed_backward(roots, sources, ones, retain=False))
             if not split:
                 inputs_only.append(0.0 if trainable else backward[-1])
         return result, saved.found
@@ -231,6 +234,10 @@ def _typical(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 
+def _median(seconds: Sequence[float]) -> float:
+    return statistics.median(seconds) if seconds else 0.0
+
+
 def _now() -> float:
     """The time when all that was asked of the device so far is done."""
     if torch.cuda.is_available():
@@ -238,9 +245,9 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _timed_grad(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence[Any], retain: bool) -> float:
+def _timed_backward(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence[Any], retain: bool) -> float:
     started = _now()
-    torch.autograd.grad(roots, sources, ones, retain_graph=retain, allow_unused=True)
+    torch.autograd.backward(roots, ones, retain_graph=retain, inputs=sources)
     return _now() - started
 
 
@@ -265,11 +272,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> float:
-    """Seconds of one micro-batch forward and backward, measured quickly."""
+def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of one micro-batch, measured quickly."""
     with _state_kept(recording.root):
         module = recording.graph_module()
-        return sum(_whole_step(module, leaves, recording.loss_index, context, _FEW_STEPS, _STEP_BUDGET / 4))
+        return _whole_step(module, leaves, recording.loss_index, context, _FEW_STEPS, _STEP_BUDGET / 4)
 
 
 def _whole_step(
@@ -294,11 +301,12 @@ def _whole_step(
             forward.append(_now() - started)
         if loss_index is not None and parameters:
             started = _now()
-            torch.autograd.grad(outputs[loss_index], parameters, allow_unused=True)
+            torch.autograd.backward(outputs[loss_index], inputs=parameters)
             backward.append(_now() - started)
         del outputs
-    # The first one warms up: it allocates what the others use again.
-    return _typical(forward[1:]), _typical(backward[1:])
+    # The first one warms up: it allocates what the others use again. Of the rest the median counts, since that is what a
+    # run will see: the share of each op is best told without disturbance, the time of a step is not.
+    return _median(forward[1:]), _median(backward[1:])
 
 
 class _Two(torch.autograd.Function):
@@ -339,13 +347,18 @@ def _scale(whole: float, parts: Iterator[float] | Any) -> float:
 
 @contextmanager
 def _state_kept(root: nn.Module) -> Iterator[None]:
-    """Buffers and the random state are as before, whatever the ops did."""
+    """Buffers, gradients and the random state are as before, whatever the ops did."""
+    gradients = [(parameter, parameter.grad) for parameter in root.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
     buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
     state = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
         yield
     finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         with torch.no_grad():
             for buffer, before in buffers:
                 if buffer.shape == before.shape:

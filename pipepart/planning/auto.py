@@ -51,13 +51,23 @@ class Wish:
     """What is fixed and what is free."""
 
     batch_size: int
-    """Samples of one step, over all replicas."""
+    """Samples of one step, over all replicas,"""
     devices: int
     stages: int | str = "auto"
     replicas: int | str = "auto"
     microbatches: int | str = "auto"
     request: Request = field(default_factory=lambda: Request(1))
     """Schedule, chunks, slack, recompute, memory and constraints; its shape is not read."""
+    each_replica: bool = False
+    """or of each replica: then shapes are compared by the seconds of a step for as many samples."""
+
+    def share(self, replicas: int) -> int:
+        """Samples of one replica."""
+        return self.batch_size if self.each_replica else max(1, -(-self.batch_size // replicas))
+
+    def weight(self, replicas: int) -> float:
+        """By which seconds of a step are multiplied to compare shapes."""
+        return 1.0 / replicas if self.each_replica else 1.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,9 @@ class _Candidate:
     size: int
     recipe: Recipe
     estimate: float
+    """Seconds of a step, weighed by its samples;"""
     bound: float
+    """no split has less."""
 
     @property
     def actions(self) -> int:
@@ -127,12 +139,13 @@ class _Search:
             yield _divided(wish.devices, int(wish.replicas), "replicas"), int(wish.replicas)
             return
         for stages in range(1, wish.devices + 1):
-            if wish.devices % stages == 0 and (stages == 1 or wish.devices // stages <= wish.batch_size):
+            few = wish.each_replica or wish.devices // stages <= wish.batch_size
+            if wish.devices % stages == 0 and (stages == 1 or few):
                 yield stages, wish.devices // stages
 
     def _microbatches(self, stages: int, replicas: int) -> list[tuple[int, int]]:
         """(micro-batches, size of one) for a replica's share of the batch."""
-        share = max(1, -(-self.wish.batch_size // replicas))
+        share = self.wish.share(replicas)
         if self.wish.microbatches != "auto":
             count = int(self.wish.microbatches)
             if count > share:
@@ -168,6 +181,7 @@ class _Search:
         if state > room and self.wish.stages == "auto":
             return  # not even the parameters fit
         reduce = layout.reduce_seconds(0, parameters / stages)
+        weight = self.wish.weight(replicas)
         for recipe in recipes(request):
             held = _bubble(recipe, stages, microbatches, f, i, w)[1]
             full = state + held * saved > room
@@ -180,7 +194,7 @@ class _Search:
             bound = max(microbatches * work / stages, path if chunked else 0.0)
             if not chunked:
                 bound = step_bound(work, path, stages, microbatches)
-            yield _Candidate(stages, replicas, microbatches, size, recipe, estimate, bound)
+            yield _Candidate(stages, replicas, microbatches, size, recipe, estimate * weight, bound * weight)
 
 
 def search(
@@ -218,18 +232,23 @@ def search(
             continue
         judged.append((candidate, split))
         if split.over <= 0:
-            best = min(best, split.step)
+            best = min(best, split.step * wish.weight(candidate.replicas))
     if not judged:
         assert refused is not None
         raise refused
-    ranked = sorted(judged, key=lambda pair: weighed(pair[1]))
-    near = [pair for pair in ranked[:_MOVED] if weighed(pair[1]) <= (ranked[0][1].over, ranked[0][1].step * _NEAR)]
+
+    def worth(pair: tuple[_Candidate, Split]) -> tuple[float, float, float]:
+        return weighed(pair[1], wish.weight(pair[0].replicas))
+
+    ranked = sorted(judged, key=worth)
+    over, step, _ = worth(ranked[0])
+    near = [pair for pair in ranked[:_MOVED] if worth(pair) <= (over, step * _NEAR)]
     top = [(c, run.cases[c.shape].best(c.recipe)) for c, _ in near or ranked[:1]]
-    candidate, split = min(top, key=lambda pair: weighed(pair[1]))
+    candidate, split = min(top, key=worth)
     case = run.cases[candidate.shape]
     if split.over > 0:
         raise nothing_fits(case, split)
-    return finish(case, split, candidate.size, _tried(judged, candidate), cluster.name)
+    return finish(case, split, candidate.size, _tried(judged, candidate, wish), cluster.name)
 
 
 def _is_long(candidate: _Candidate, graph: OpGraph) -> bool:
@@ -261,8 +280,8 @@ def _divided(devices: int, by: int, name: str) -> int:
     return devices // by
 
 
-def _tried(judged: Sequence[tuple[_Candidate, Split]], best: _Candidate) -> tuple[tuple[str, float], ...]:
-    """The best of every other mesh and schedule, as said in the plan."""
+def _tried(judged: Sequence[tuple[_Candidate, Split]], best: _Candidate, wish: Wish) -> tuple[tuple[str, float], ...]:
+    """The best of every other mesh and schedule, as said in the plan: in seconds for as many samples as the plan's."""
     found: dict[str, float] = {}
     for candidate, split in judged:
         if split.over > 0 or candidate is best:
@@ -270,7 +289,8 @@ def _tried(judged: Sequence[tuple[_Candidate, Split]], best: _Candidate) -> tupl
         name = (
             f"{candidate.replicas} x {candidate.stages}, {named(split.recipe)}, {candidate.microbatches} micro-batches"
         )
-        found[name] = min(split.step, found.get(name, math.inf))
+        seconds = split.step * wish.weight(candidate.replicas) / wish.weight(best.replicas)
+        found[name] = min(seconds, found.get(name, math.inf))
     return tuple(sorted(found.items(), key=lambda item: item[1])[:12])
 
 

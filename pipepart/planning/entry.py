@@ -40,6 +40,7 @@ def plan(
     cost: str | Path = "auto",
     memory_limit: float | None = None,
     batch_size: int | None = None,
+    each_replica: bool = False,
     keep_together: Sequence[Sequence[str]] = (),
     split_at: Sequence[str] | None = None,
     optimizer_factor: float = 2.0,
@@ -55,8 +56,10 @@ def plan(
     it (default: all). ``cost``: ``"profile"`` measures every op here, ``"analytic"`` computes from FLOPs and bytes
     (the model may be on the meta device), a path reads a file; ``"auto"`` profiles on this machine and computes for
     others. ``memory_limit``: bytes per device. ``batch_size``: samples of one step over all replicas (default: those
-    of the example). ``optimizer_factor``: bytes of optimizer state per parameter byte. ``dtype``: the dtype that
-    ``"analytic"`` computes in. ``context`` and ``variant``: the precision that ``"profile"`` runs under, and its name.
+    of the example); with ``each_replica`` they are those of one, as under Lightning, where every replica has a loader
+    of its own, and the most samples per second win. ``optimizer_factor``: bytes of optimizer state per parameter byte.
+    ``dtype``: the dtype that ``"analytic"`` computes in. ``context`` and ``variant``: the precision that ``"profile"``
+    runs under, and its name.
     """
     check_request(schedule, microbatches, stages, recompute)
     recording, graph = _recorded(captured_or_module, args, kwargs)
@@ -70,6 +73,7 @@ def plan(
         stages=stages,
         replicas=replicas,
         microbatches=microbatches,
+        each_replica=each_replica,
         request=Request(
             stages=1,
             schedule=schedule,

@@ -6,15 +6,38 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from pipepart.cost.cluster import Cluster, DeviceKind
 from pipepart.errors import PlanError
 from pipepart.partition import Link
 
-__all__ = ["GROUP_LINK", "LOCAL_LINK", "Layout"]
+__all__ = ["BETWEEN_GPUS", "BY_PROCESSOR", "GROUP_LINK", "LOCAL_LINK", "Handling", "Layout"]
 
-LOCAL_LINK = Link(bandwidth=8e9, latency=100e-6)
-"""Shared memory between processes of one host, as measured on two cores with both busy."""
+
+@dataclass(frozen=True)
+class Handling:
+    """What an action keeps a device from other work for, besides the ops that it runs."""
+
+    action: float = 0.0
+    """Seconds for each action: finding its values, starting autograd, putting things away."""
+    message: float = 0.0
+    """Seconds for each message, at its sender and at its receiver."""
+    bandwidth: float = math.inf
+    """Bytes per second at which either end copies it."""
+
+    def seconds(self, messages: int, size: float) -> float:
+        return self.action + messages * self.message + size / self.bandwidth
+
+
+BY_PROCESSOR = Handling(action=45e-6, message=45e-6, bandwidth=6e9)
+"""Where the processor that computes does all this, as measured. A GPU computes on meanwhile."""
+
+LOCAL_LINK = Link(bandwidth=8e9, latency=50e-6)
+"""Shared memory between processes of one host, as measured on two cores with both busy: on top of the handling."""
+
+BETWEEN_GPUS = Link(bandwidth=20e9, latency=20e-6)
+"""Between GPUs of one host where nothing more is known: by PCIe."""
 
 GROUP_LINK = Link(bandwidth=1.0e9, latency=150e-6)
 """Collectives by gloo between processes of one host, as measured on two cores."""
@@ -35,11 +58,19 @@ class Layout:
     """The link between stages where there is no cluster."""
     across: Link = GROUP_LINK
     """The link between replicas where there is no cluster, or where its devices sum by other means than they send."""
+    handling: Handling = BY_PROCESSOR
 
     @staticmethod
-    def uniform(stages: int, replicas: int, *, memory: float = math.inf, link: Link = LOCAL_LINK) -> Layout:
+    def uniform(
+        stages: int,
+        replicas: int,
+        *,
+        memory: float = math.inf,
+        link: Link = LOCAL_LINK,
+        handling: Handling = BY_PROCESSOR,
+    ) -> Layout:
         """Equal devices with equal links."""
-        return Layout(stages, replicas, (memory,) * stages, within=link)
+        return Layout(stages, replicas, (memory,) * stages, within=link, handling=handling)
 
     @staticmethod
     def on(cluster: Cluster, stages: int, replicas: int, *, memory_limit: float | None = None) -> Layout:
@@ -52,12 +83,14 @@ class Layout:
         devices = cluster.devices
         of_stage = [[devices[replica * stages + stage] for replica in range(replicas)] for stage in range(stages)]
         limit = math.inf if memory_limit is None else memory_limit
+        names = tuple(_slowest(kinds).name for kinds in of_stage)
         return Layout(
             stages,
             replicas,
             tuple(min(limit, *(kind.memory for kind in kinds), math.inf) for kinds in of_stage),
-            tuple(_slowest(kinds).name for kinds in of_stage),
+            names,
             cluster,
+            handling=BY_PROCESSOR if set(names) == {"core"} else Handling(),
         )
 
     @cached_property
@@ -90,9 +123,17 @@ class Layout:
         """Summing gradients of so many bytes over the replicas of a stage by a ring."""
         if self.replicas == 1 or size <= 0:
             return 0.0
-        link = self.between_replicas(stage)
-        rounds = 2 * (self.replicas - 1)
-        return rounds * (link.latency + size / self.replicas / link.bandwidth)
+        return _ring(self.between_replicas(stage), self.replicas, size)
+
+    def tie_seconds(self, stages: Sequence[int], size: float) -> float:
+        """Summing gradients of so many bytes over stages that use the same parameters."""
+        if len(stages) < 2 or size <= 0:
+            return 0.0
+        if self.cluster is None or self._cores(stages[0]):
+            return _ring(self.across, len(stages), size)
+        links = [self.link(a, b) for a, b in pairwise(stages)]
+        slowest = Link(min(link.bandwidth for link in links), max(link.latency for link in links))
+        return _ring(slowest, len(stages), size)
 
     def _cores(self, stage: int) -> bool:
         return bool(self.kinds) and self.kinds[stage] == "core"
@@ -106,6 +147,10 @@ class Layout:
         assert self.cluster is not None
         links = [self.cluster.links[name] for name in sorted(names)]
         return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
+
+
+def _ring(link: Link, members: int, size: float) -> float:
+    return 2 * (members - 1) * (link.latency + size / members / link.bandwidth)
 
 
 def _slowest(kinds: Sequence[DeviceKind]) -> DeviceKind:

@@ -13,7 +13,7 @@ from typing import Any
 from pipepart.errors import PlanError
 from pipepart.schedule import ChunkCosts, Edges, Schedule, Timeline, from_csv, make_schedule, simulate
 
-__all__ = ["VERSION", "ChunkPlan", "Plan", "StageMemory", "Traffic"]
+__all__ = ["VERSION", "ChunkPlan", "Plan", "StageMemory", "Tie", "Traffic"]
 
 VERSION = 1
 
@@ -38,6 +38,9 @@ class ChunkPlan:
     """What arrives from earlier chunks for one micro-batch: all that a chunk that recomputes keeps of it."""
     reduce: float = 0.0
     """Seconds of summing its gradients over the replicas, once per step."""
+    handling_forward: float = 0.0
+    """Seconds for which each forward keeps its device besides computing: receiving, sending, starting it."""
+    handling_backward: float = 0.0
 
     @property
     def backward(self) -> float:
@@ -76,6 +79,16 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """Parameters that several stages use: their gradients are summed at the end of every step."""
+
+    chunks: tuple[int, ...]
+    size: int
+    """Bytes."""
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Chunks, placement, replicas, micro-batches and schedule, with the predicted step and how good it can be at most."""
 
@@ -111,6 +124,8 @@ class Plan:
     """The cluster that the plan was made for; empty: the devices that run it."""
     tried: tuple[tuple[str, float], ...] = ()
     """The best simulated step time of other shapes and schedules that were tried, by what they are."""
+    ties: tuple[Tie, ...] = ()
+    """What stages have in common, in the order in which it is summed."""
     actions: str = ""
     """The action lists of a schedule that has no name (it came from a file), in the CSV format of torch."""
     version: int = VERSION
@@ -165,7 +180,10 @@ class Plan:
             ),
             send_forward={(t.source, t.target): t.forward_seconds for t in self.traffic},
             send_backward={(t.source, t.target): t.backward_seconds for t in self.traffic if t.backward_bytes},
+            handling_forward=tuple(chunk.handling_forward for chunk in self.chunks),
+            handling_backward=tuple(chunk.handling_backward for chunk in self.chunks),
             reduce=tuple(chunk.reduce for chunk in self.chunks),
+            reduce_tied=tuple(tie.seconds for tie in self.ties),
         )
 
     @property
@@ -176,7 +194,8 @@ class Plan:
     @cached_property
     def edges(self) -> Edges:
         pairs = {(t.source, t.target) for t in self.traffic}
-        return Edges.of(len(self.chunks), pairs, {(t.source, t.target) for t in self.traffic if t.backward_bytes})
+        back = {(t.source, t.target) for t in self.traffic if t.backward_bytes}
+        return Edges.of(len(self.chunks), pairs, back, [tie.chunks for tie in self.ties])
 
     def make_schedule(self, microbatches: int | None = None, forward: bool = False) -> Schedule:
         """The action lists for this plan, also for another number of micro-batches or for evaluation."""
@@ -252,6 +271,8 @@ def _thaw(name: str, value: Any) -> Any:
         return tuple(Traffic(**item) for item in value)
     if name == "memory":
         return tuple(StageMemory(**item) for item in value)
+    if name == "ties":
+        return tuple(Tie(tuple(item["chunks"]), item["size"], item["seconds"]) for item in value)
     if name in ("baselines", "tried"):
         return tuple((str(key), float(seconds)) for key, seconds in value)
     return tuple(value) if isinstance(value, list) else value

@@ -29,9 +29,9 @@ __all__ = [
     "weighed",
 ]
 
-_MORE_PARTS = 0.01
+_MORE_PARTS = 0.004
 """What a schedule must win to be worth its parts: with every further chunk, and with a split backward, there are more
-actions and messages, whose small costs no profile of ops shows."""
+actions and messages, each of which may be late."""
 
 _NEAR = 1.08
 """How near to the best a recipe must be before the moves to get them."""
@@ -58,7 +58,9 @@ def make_plan(
         raise PlanError("the costs belong to another graph: their ops have other names. Measure the costs again.")
     if layout is None:
         limit = math.inf if request.memory_limit is None else request.memory_limit
-        layout = Layout.uniform(request.stages, request.replicas, memory=limit, link=request.link)
+        layout = Layout.uniform(
+            request.stages, request.replicas, memory=limit, link=request.link, handling=request.handling
+        )
     case = Case(Pricing(graph, per_stage, sizes, layout, request.optimizer_factor, frozen), request)
     splits, refused = choose(case, recipes(request))
     if not splits:
@@ -83,17 +85,17 @@ def choose(case: Case, ways: Sequence[Recipe]) -> tuple[list[Split], PartitionEr
     if not quick:
         return [], refused
     # Moves take most of the time: for those that are near the best, or may fit by them.
-    near = min(map(weighed, quick))
+    near = min(weighed(split) for split in quick)
     return [
         case.best(split.recipe) if split.over > 0 or split.step <= near[1] * _NEAR else split for split in quick
     ], None
 
 
-def weighed(split: Split) -> tuple[float, float, float]:
+def weighed(split: Split, weight: float = 1.0) -> tuple[float, float, float]:
     """What decides between splits: fits, then the step (with a small price for its parts), then fewer activations."""
     parts = split.recipe.chunks - 1 + (1 if split.schedule.splits_backward else 0)
     held = peak_activations(split.schedule, split.priced.costs(split.recompute).activation)
-    return split.over, round(split.step * (1 + _MORE_PARTS * parts), 9), max(held, default=0.0)
+    return split.over, round(split.step * weight * (1 + _MORE_PARTS * parts), 9), max(held, default=0.0)
 
 
 def finish(
@@ -117,6 +119,7 @@ def finish(
         slack=split.recipe.slack,
         chunks=pricing.chunk_plans(split.chunk_of, split.priced),
         traffic=pricing.traffic_plans(split.priced),
+        ties=split.priced.ties,
         bottleneck_gap=gap if gap > 1e-9 else 0.0,
         lower_bound=case_bound(case, split.recipe.chunks),
         cost_source=pricing.costs[0].source,

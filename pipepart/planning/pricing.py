@@ -14,7 +14,7 @@ from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph
 from pipepart.partition import Link
 from pipepart.planning.layout import Layout
-from pipepart.planning.plan import ChunkPlan, StageMemory, Traffic
+from pipepart.planning.plan import ChunkPlan, StageMemory, Tie, Traffic
 from pipepart.schedule import ChunkCosts, Edges, Schedule
 
 __all__ = ["ParameterSizes", "Priced", "Pricing", "chunk_peaks"]
@@ -44,11 +44,14 @@ class Priced:
     reduce: tuple[float, ...]
     traffic: Mapping[tuple[int, int], tuple[float, float, float, float]]
     """(source, target) -> bytes and seconds ahead, bytes and seconds back; by source and target."""
+    handling_forward: tuple[float, ...] = ()
+    handling_backward: tuple[float, ...] = ()
+    ties: tuple[Tie, ...] = ()
 
     @cached_property
     def edges(self) -> Edges:
         back = [pair for pair, cost in self.traffic.items() if cost[2]]
-        return Edges.of(len(self.placement), self.traffic, back)
+        return Edges.of(len(self.placement), self.traffic, back, [tie.chunks for tie in self.ties])
 
     def costs(self, recompute: Sequence[bool]) -> ChunkCosts:
         """What the simulator takes."""
@@ -60,7 +63,10 @@ class Priced:
             activation=tuple(r if again else s for r, s, again in zip(self.received, self.saved, recompute)),
             send_forward={pair: cost[1] for pair, cost in self.traffic.items()},
             send_backward={pair: cost[3] for pair, cost in self.traffic.items() if cost[2]},
+            handling_forward=self.handling_forward,
+            handling_backward=self.handling_backward,
             reduce=self.reduce,
+            reduce_tied=tuple(tie.seconds for tie in self.ties),
         )
 
 
@@ -95,8 +101,9 @@ class Pricing:
 
     @cached_property
     def sent_back(self) -> Floats:
-        """Bytes of the gradient of each op's output."""
-        return np.where([op.requires_grad for op in self.graph.ops], self.sent, 0.0)
+        """Bytes of the gradient of each op's output; at least one, since a gradient of no bytes is waited for, too."""
+        back = [op.requires_grad and not op.replicable for op in self.graph.ops]
+        return np.where(back, np.maximum(self.sent, 1.0), 0.0)
 
     @cached_property
     def _edges(self) -> tuple[Ints, Ints]:
@@ -118,8 +125,10 @@ class Pricing:
         """The figures of one split."""
         chunk = np.asarray(chunk_of, dtype=np.int64)
         count = len(placement)
+        op, where = self._runs(chunk)
         times = [
-            tuple(np.bincount(chunk, weights=column, minlength=count) for column in columns) for columns in self._times
+            tuple(np.bincount(where, weights=column[op], minlength=count) for column in columns)
+            for columns in self._times
         ]
 
         def at(chunk_index: int, column: int) -> float:
@@ -131,6 +140,7 @@ class Pricing:
         received = [0.0] * count
         for (_, target), cost in traffic.items():
             received[target] += cost[0]
+        handling_forward, handling_backward = self._handling(placement, traffic)
         return Priced(
             placement=tuple(placement),
             forward=tuple(at(c, 0) for c in range(count)),
@@ -142,7 +152,68 @@ class Pricing:
             trained_bytes=tuple(trained.tolist()),
             reduce=tuple(self.layout.reduce_seconds(s, float(b)) for s, b in zip(placement, trained)),
             traffic=traffic,
+            handling_forward=handling_forward,
+            handling_backward=handling_backward,
+            ties=self._ties(chunk, placement),
         )
+
+    def _runs(self, chunk: Ints) -> tuple[Ints, Ints]:
+        """(op, chunk) for every op in every chunk that runs it: its own, or for replicable ops those that use it."""
+        users: dict[int, set[int]] = {}
+        for op, targets in self._replicable_users:
+            users[op] = set().union(*(users.get(t, {int(chunk[t])}) for t in targets)) or {int(chunk[op])}
+        copies = np.array([(op, home) for op, homes in users.items() for home in homes], dtype=np.int64).reshape(-1, 2)
+        once = self._not_replicable
+        return np.concatenate((once, copies[:, 0])), np.concatenate((chunk[once], copies[:, 1]))
+
+    @cached_property
+    def _not_replicable(self) -> Ints:
+        return np.array([i for i, op in enumerate(self.graph.ops) if not op.replicable], dtype=np.int64)
+
+    @cached_property
+    def _replicable_users(self) -> list[tuple[int, list[int]]]:
+        """Replicable ops from last to first, with the ops that use them."""
+        found: dict[int, list[int]] = {i: [] for i, op in enumerate(self.graph.ops) if op.replicable}
+        for source, target in self.graph.edges:
+            if source in found:
+                found[source].append(target)
+        return sorted(found.items(), reverse=True)
+
+    def _handling(
+        self, placement: Sequence[int], traffic: Mapping[tuple[int, int], tuple[float, float, float, float]]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What each forward and each backward of a chunk costs its device besides computing."""
+        handling = self.layout.handling
+        messages = [[0, 0] for _ in placement]
+        sizes = [[0.0, 0.0] for _ in placement]
+        for (source, target), (there, _, back, _) in traffic.items():
+            if placement[source] != placement[target]:
+                for end in (source, target):
+                    messages[end][0] += 1
+                    messages[end][1] += back > 0
+                    sizes[end][0] += there
+                    sizes[end][1] += back
+        found = [tuple(map(handling.seconds, *both)) for both in zip(messages, sizes)]
+        return tuple(f for f, _ in found), tuple(b for _, b in found)
+
+    def _ties(self, chunk: Ints, placement: Sequence[int]) -> tuple[Tie, ...]:
+        """Trained parameters that lie on several stages, those of the same chunks together."""
+        op, parameter, _, trained = self._uses
+        shared: dict[tuple[int, ...], float] = {}
+        for which in self._used_often:
+            chunks = tuple(sorted(set(chunk[op[parameter == which]].tolist())))
+            if trained[which] and len({placement[c] for c in chunks}) > 1:
+                shared[chunks] = shared.get(chunks, 0.0) + float(trained[which])
+        return tuple(
+            Tie(chunks, int(size), self.layout.tie_seconds(sorted({placement[c] for c in chunks}), size))
+            for chunks, size in sorted(shared.items())
+        )
+
+    @cached_property
+    def _used_often(self) -> list[int]:
+        """Parameters that several ops use."""
+        _, parameter, size, _ = self._uses
+        return [int(which) for which in np.flatnonzero(np.bincount(parameter, minlength=len(size)) > 1)]
 
     def in_two_halves(self, priced: Priced, chunk_of: Sequence[int] | Ints) -> Priced:
         """The same split where backwards run in two halves: every layer that is run that way takes a little longer."""
@@ -269,6 +340,8 @@ class Pricing:
                     backward_weight=priced.backward_weight[index],
                     received_bytes=int(priced.received[index]),
                     reduce=priced.reduce[index],
+                    handling_forward=priced.handling_forward[index],
+                    handling_backward=priced.handling_backward[index],
                 )
             )
         return tuple(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipepart.errors import PlanError, ScheduleError, did_you_mean
 from pipepart.partition import Link
-from pipepart.planning.layout import LOCAL_LINK
+from pipepart.planning.layout import BY_PROCESSOR, LOCAL_LINK, Handling
 from pipepart.schedule import SCHEDULES, read_csv
 
 __all__ = ["Recipe", "Request", "auto_microbatches", "check_request", "recipes"]
@@ -40,6 +40,7 @@ class Request:
     split_at: tuple[str, ...] | None = None
     """Module paths before which a cut lies; as many as there are cuts."""
     link: Link = LOCAL_LINK
+    handling: Handling = BY_PROCESSOR
     recompute: bool | str = "auto"
     """True: every chunk; False: none; ``auto``: those that do not fit into memory otherwise."""
     memory_limit: float | None = None

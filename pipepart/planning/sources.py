@@ -110,14 +110,18 @@ def resized(leaves: Sequence[Any], size: int) -> list[Any]:
     return [one(leaf) for leaf in leaves]
 
 
-def scaled(costs: OpCosts, factor: float) -> OpCosts:
-    """The costs of a micro-batch of another size, in proportion: times and activations grow, parameters do not."""
+def scaled(costs: OpCosts, factor: float, forward: float | None = None, backward: float | None = None) -> OpCosts:
+    """The costs of a micro-batch of another size, in proportion: times and activations grow, parameters do not.
+
+    ``forward`` and ``backward``: factors of the times, where they were measured.
+    """
+    ahead, back = factor if forward is None else forward, factor if backward is None else backward
     return replace(
         costs,
-        forward=tuple(t * factor for t in costs.forward),
-        backward_input=tuple(t * factor for t in costs.backward_input),
-        backward_weight=tuple(t * factor for t in costs.backward_weight),
-        split_extra=tuple(t * factor for t in costs.split_extra),
+        forward=tuple(t * ahead for t in costs.forward),
+        backward_input=tuple(t * back for t in costs.backward_input),
+        backward_weight=tuple(t * back for t in costs.backward_weight),
+        split_extra=tuple(t * back for t in costs.split_extra),
         saved_bytes=tuple(round(size * factor) for size in costs.saved_bytes),
         output_bytes=tuple(round(size * factor) for size in costs.output_bytes),
     )

@@ -18,10 +18,12 @@ from pipepart.cost.cluster import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.planning import Plan, Request, auto_microbatches, make_plan
+from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
+from pipepart.runtime.counts import Cut, best_cut, measured_cuts
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.launch import processes_on_this_host
 from pipepart.runtime.mesh import Groups, Mesh
-from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
+from pipepart.runtime.microbatch import MicrobatchSizes, batch_size_of, microbatch_sizes, slice_leaves
 from pipepart.schedule import read_csv
 
 __all__ = ["Options", "agree_on_plan", "example_microbatch"]
@@ -52,8 +54,8 @@ class Options:
     """When running statistics change: with every ``microbatch``, or once per ``batch``."""
 
 
-def example_microbatch(example: Any, options: Options, mesh: Mesh) -> tuple[Any, int]:
-    """The first micro-batch of an example (any nesting of tensors), and how many micro-batches there are."""
+def example_microbatch(example: Any, options: Options, mesh: Mesh) -> tuple[Any, MicrobatchSizes]:
+    """The first micro-batch of an example (any nesting of tensors), and how the example is usually cut."""
     leaves, tree = pytree.tree_flatten(example)
     batch_size = batch_size_of(leaves)
     if options.plan is not None:
@@ -65,7 +67,7 @@ def example_microbatch(example: Any, options: Options, mesh: Mesh) -> tuple[Any,
     else:
         count = int(options.microbatches)
     sizes = microbatch_sizes(batch_size, count)
-    return pytree.tree_unflatten(slice_leaves(leaves, sizes)[0], tree), count
+    return pytree.tree_unflatten(slice_leaves(leaves, sizes)[0], tree), sizes
 
 
 def agree_on_plan(
@@ -73,17 +75,19 @@ def agree_on_plan(
     leaves: Sequence[Any],
     options: Options,
     mesh: Mesh,
-    microbatches: int,
+    usual: MicrobatchSizes,
     groups: Groups | None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     variant: str = "",
 ) -> tuple[Plan, OpGraph, OpCosts | None]:
     """The plan, the same on every rank. Rank 0 makes it (or takes the given one); the others check that it fits.
 
-    Also the graph, and the costs that were measured here, unless the plan was given.
+    `usual`: how the batch is cut unless it is free and another way is clearly faster. Also returns the graph, and the
+    costs that were measured here, unless the plan was given.
     """
     graph = op_graph(recording)
     costs: OpCosts | None = None
+    cuts: list[Cut] = []
     with guarded(groups):
         plan = options.plan
         if plan is None and any(parameter.is_meta for parameter in recording.root.parameters()):
@@ -93,8 +97,14 @@ def agree_on_plan(
             costs = profiled(
                 recording, leaves, context, f"{variant} x{processes_on_this_host()}", agree=lambda ok: _all(ok, groups)
             )
+            cuts = [Cut(len(usual), usual.sizes[0], costs)]
+            if options.microbatches == "auto" and not options.schedule.endswith(".csv"):
+                agree = lambda ok: _all(ok, groups)  # noqa: E731
+                cuts = measured_cuts(cuts[0], recording, leaves, usual.batch_size, mesh.stages, context, agree)
         if costs is not None and (groups is None or groups.rank == 0):
-            plan = _make(recording, graph, costs, leaves, options, mesh, microbatches)
+            cuts = cuts or [Cut(len(usual), usual.sizes[0], costs)]
+            plan, chosen = best_cut(cuts, lambda cut: _make(recording, graph, cut, options, mesh))
+            costs = chosen.costs
         if groups is not None:
             box = [plan.to_json() if plan is not None else None]
             dist.broadcast_object_list(box, 0)
@@ -124,16 +134,15 @@ def _computed(graph: OpGraph, groups: Groups | None) -> OpCosts | None:
 def _make(
     recording: Recording,
     graph: OpGraph,
-    costs: OpCosts,
-    leaves: Sequence[Any],
+    cut: Cut,
     options: Options,
     mesh: Mesh,
-    microbatches: int,
 ) -> Plan:
+    device = next((parameter.device.type for parameter in recording.root.parameters()), "cpu")
     request = Request(
         stages=mesh.stages,
         replicas=mesh.replicas,
-        microbatches=microbatches,
+        microbatches=cut.microbatches,
         schedule=options.schedule,
         chunks=options.chunks,
         slack=options.slack,
@@ -141,10 +150,11 @@ def _make(
         split_at=None if options.split_at is None else tuple(options.split_at),
         recompute=options.recompute,
         memory_limit=options.memory_limit,
+        link=BETWEEN_GPUS if device == "cuda" else LOCAL_LINK,
+        handling=Handling() if device == "cuda" else BY_PROCESSOR,
     )
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in recording.root.named_parameters()}
-    return make_plan(graph, costs, request, batch_size_of(tensors), sizes)
+    return make_plan(graph, cut.costs, request, cut.size, sizes)
 
 
 def _check_fits(plan: Plan, graph: OpGraph, mesh: Mesh) -> None:

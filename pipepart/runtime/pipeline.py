@@ -86,14 +86,14 @@ class Pipeline:
         )
         self._device = join_job(timedelta(seconds=timeout))
         mesh = fit_mesh(world_size(), options.stages, options.replicas)
-        example, count = example_microbatch((tuple(example_args), dict(example_kwargs or {})), options, mesh)
+        example, usual = example_microbatch((tuple(example_args), dict(example_kwargs or {})), options, mesh)
         limit_threads(processes_on_this_host())
         groups = Groups.create(mesh, timedelta(seconds=timeout)) if mesh.world_size > 1 else None
         root = _root_of(module_or_step).to(self._device)
         was_training = root.training
         root.train()
         training = record(module_or_step, *example)
-        agreed, graph, costs = agree_on_plan(training, training.flatten(*example), options, mesh, count, groups)
+        agreed, graph, costs = agree_on_plan(training, training.flatten(*example), options, mesh, usual, groups)
         root.eval()
         evaluation = record(module_or_step, *example)
         root.train(was_training)

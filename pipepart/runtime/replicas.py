@@ -17,7 +17,9 @@ from torch import nn
 
 __all__ = ["ReplicaMean"]
 
-_BUCKET_BYTES = 25 * 2**20
+_MOST_BYTES = 25 * 2**20
+_LEAST_BYTES = 2**20  # less is not worth a message of its own
+_PARTS = 4  # so that even a small model has something to send before its backward ends
 
 
 @dataclass
@@ -119,11 +121,13 @@ class ReplicaMean:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
-    """Neighbouring parameters of one dtype, up to `_BUCKET_BYTES` together."""
+    """Neighbouring parameters of one dtype, a few buckets of at most `_MOST_BYTES` each."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    most = min(_MOST_BYTES, max(_LEAST_BYTES, total // _PARTS))
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        full = size + parameter.numel() * parameter.element_size() > _BUCKET_BYTES
+        full = size + parameter.numel() * parameter.element_size() > most
         if bucket and (full or parameter.dtype != bucket[0].dtype):
             yield _Bucket(bucket, len(bucket))
             bucket, size = [], 0

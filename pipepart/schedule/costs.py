@@ -12,6 +12,11 @@ __all__ = ["ChunkCosts"]
 
 Pair = tuple[int, int]
 
+_PER_CHUNK = (
+    "forward", "backward_input", "backward_weight", "backward", "recompute", "activation", "reduce",
+    "handling_forward", "handling_backward",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ChunkCosts:
@@ -34,23 +39,25 @@ class ChunkCosts:
     """The part of an activation that stays between ``I`` and ``W``."""
     send_forward: Mapping[Pair, float] = field(default_factory=dict)
     send_backward: Mapping[Pair, float] = field(default_factory=dict)
+    handling_forward: tuple[float, ...] = ()
+    """For which each ``F`` keeps its device from other work besides: receiving, sending, starting it."""
+    handling_backward: tuple[float, ...] = ()
+    """The same for each ``B`` or ``I``."""
     contention: bool = False
     """Whether a stage sends one message at a time and receives one at a time, instead of any number at once."""
     reduce: tuple[float, ...] = ()
     """Replicas: summing the gradients of each chunk, from when they are final, one after the other per stage."""
     reduce_tied: tuple[float, ...] = ()
-    """Summing the gradients of each group in `Edges.tied`, from when they are final on all its stages."""
+    """Summing the gradients of each group in `Edges.tied`, from when all its stages have done all else."""
 
     def __post_init__(self) -> None:
         chunks = len(self.forward)
         fill = {
             "backward": tuple(i + w for i, w in zip(self.backward_input, self.backward_weight)),
-            "recompute": (0.0,) * chunks,
             "activation": (1.0,) * chunks,
-            "reduce": (0.0,) * chunks,
         }
-        for name in ("forward", "backward_input", "backward_weight", "backward", "recompute", "activation", "reduce"):
-            values = getattr(self, name) or fill[name]
+        for name in _PER_CHUNK:
+            values = getattr(self, name) or fill.get(name, (0.0,) * chunks)
             object.__setattr__(self, name, tuple(float(value) for value in values))
             if len(values) != chunks:
                 raise ScheduleError(f"costs: expected {chunks} entries in {name!r}, one per chunk, got {len(values)}")
@@ -109,3 +116,8 @@ class ChunkCosts:
             "I": tuple(i + r for i, r in zip(self.backward_input, self.recompute)),
             "W": self.backward_weight,
         }
+
+    def handling(self) -> Mapping[str, Sequence[float]]:
+        """Seconds that come before each compute action on its device: kind, then chunk."""
+        back = self.handling_backward
+        return {"F": self.handling_forward, "B": back, "I": back, "W": (0.0,) * self.chunks}

@@ -91,6 +91,8 @@ def run_graph(
     schedule, actions, stage_of, first = graph.schedule, graph.actions, graph.stage, graph.first
     table = costs.durations()
     seconds = [table[a.kind][a.chunk] for a in actions]
+    before = costs.handling()
+    handling = [before[a.kind][a.chunk] for a in actions]
     if scale is not None:
         seconds = [s * scale(a) for s, a in zip(seconds, actions)]
     ports = _Ports(schedule.stages) if costs.contention else None
@@ -106,7 +108,7 @@ def run_graph(
         """Fix the times of a stage's next actions, as far as all they need is known to arrive."""
         n, time = cursor[stage], free[stage]
         while n < first[stage + 1] and not waiting[n]:
-            begun = arrived[n] if arrived[n] > time else time
+            begun = (arrived[n] if arrived[n] > time else time) + handling[n]
             time = begun + seconds[n]
             start[n], end[n] = begun, time
             heapq.heappush(running, (time, n))
@@ -176,12 +178,14 @@ def run_graph(
 
 
 def _reductions(graph: ActionGraph, costs: ChunkCosts, end: list[float]) -> list[Event]:
-    """REDUCE events: per stage its chunks as their gradients become final; then the tied groups, in their order."""
+    """REDUCE events: per stage its chunks as their gradients become final; at the end the tied groups, in their order."""
     schedule = graph.schedule
     final: dict[int, float] = {}
+    done = [0.0] * schedule.stages
     for n, action in enumerate(graph.actions):
         if action.kind in ("B", "W"):
             final[action.chunk] = max(final.get(action.chunk, 0.0), end[n])
+            done[graph.stage[n]] = max(done[graph.stage[n]], end[n])
     free = [0.0] * schedule.stages
     events = []
     for chunk in sorted(final, key=lambda c: (final[c], c)):
@@ -194,7 +198,7 @@ def _reductions(graph: ActionGraph, costs: ChunkCosts, end: list[float]) -> list
         stages = sorted({schedule.placement[chunk] for chunk in group})
         if len(stages) < 2 or not seconds or any(chunk not in final for chunk in group):
             continue
-        start = max([final[chunk] for chunk in group] + [free[stage] for stage in stages])
+        start = max(max(done[stage], free[stage]) for stage in stages)
         for stage in stages:
             chunk = next(c for c in group if schedule.placement[c] == stage)
             free[stage] = start + seconds
@@ -236,5 +240,6 @@ def simulate(
 def step_time(schedule: Schedule, costs: ChunkCosts, edges: Edges | None = None) -> float:
     """`simulate(...).step_time` without the events: what searches call."""
     graph = _prepare(schedule, costs, edges)
-    _, end = run_graph(graph, costs)
-    return max(end + [event.end for event in _reductions(graph, costs, end)], default=0.0)
+    start, end = run_graph(graph, costs)
+    last = max(end + [event.end for event in _reductions(graph, costs, end)], default=0.0)
+    return last - min(start, default=0.0)

@@ -184,14 +184,14 @@ class PipelineStrategy(CheckpointStrategy):
             self._empty = bool(empty_names(module))
             same_weights_everywhere(module, self._groups)
             example = self._shared_example(trainer)
-        microbatch, count = example_microbatch(example, self._options, self.mesh)
+        microbatch, usual = example_microbatch(example, self._options, self.mesh)
         modes = {part: part.training for part in module.modules()}
         if step != "training_step":
             module.eval()
         recording = self._record(module, step, step, microbatch)
         leaves = recording.flatten((microbatch,), {})
         plan, graph, costs = agree_on_plan(
-            recording, leaves, self._options, self.mesh, count, self._groups,
+            recording, leaves, self._options, self.mesh, usual, self._groups,
             self.precision_plugin.forward_context, str(trainer.precision),
         )  # fmt: skip
         for part, mode in modes.items():

@@ -12,7 +12,7 @@ from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind, Node
 from pipepart.cost.given import write_costs
 from pipepart.errors import PlanError
 from pipepart.graph import capture
-from pipepart.planning import Request, make_plan, plan
+from pipepart.planning import Plan, Request, make_plan, plan
 from pipepart.planning.layout import Layout
 from pipepart.planning.sources import resized, scaled
 from pipepart.schedule import validate
@@ -63,6 +63,20 @@ def test_auto_is_the_best_of_all_fixed_shapes() -> None:
                 captured, cluster=cluster(), batch_size=64, stages=stages, replicas=replicas, schedule=schedule
             )
             assert auto.step_time <= fixed.step_time * 1.021, (stages, replicas, schedule)
+
+
+def test_a_batch_of_each_replica_is_planned_for_samples_per_second() -> None:
+    captured = capture(Net(), example())
+    found = plan(captured, cluster=cluster(), batch_size=16, each_replica=True)
+    assert found.batch_size >= 16
+
+    def rate(one: Plan) -> float:
+        return one.replicas * one.batch_size / one.step_time
+
+    for stages, replicas in ((1, 4), (2, 2), (4, 1)):
+        fixed = plan(captured, cluster=cluster(), batch_size=16, each_replica=True, stages=stages, replicas=replicas)
+        assert fixed.batch_size >= 16
+        assert rate(found) >= rate(fixed) / 1.021, (stages, replicas)
 
 
 def test_a_fast_network_makes_replicas_and_a_slow_one_makes_stages() -> None:

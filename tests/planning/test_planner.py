@@ -34,6 +34,17 @@ def naive_traffic(graph: OpGraph, plan: Plan) -> dict[tuple[int, int], int]:
     return found
 
 
+def ops_run_by(graph: OpGraph, plan: Plan, chunk: int) -> set[int]:
+    """The ops of a chunk; those that are copied to where they are used run there, or at home if nobody uses them."""
+    ops = graph.ops
+    found = {i for i, home in enumerate(plan.chunk_of) if home == chunk and not ops[i].replicable}
+    for source, target in sorted(graph.edges, reverse=True):
+        if ops[source].replicable and target in found:
+            found.add(source)
+    used = {source for source, _ in graph.edges}
+    return found | {i for i, home in enumerate(plan.chunk_of) if home == chunk and i not in used}
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), stages=st.integers(1, 3), microbatches=st.integers(1, 6))
 def test_every_plan_is_valid_bounded_and_no_worse_than_the_simple_splits(
@@ -46,8 +57,10 @@ def test_every_plan_is_valid_bounded_and_no_worse_than_the_simple_splits(
     assert all(len({plan.chunk_of[i] for i in group}) == 1 for group in graph.colocated)
     assert plan.lower_bound <= plan.step_time * (1 + 1e-9)
     assert all(plan.step_time <= seconds * (1 + 1e-9) for _, seconds in plan.baselines)
-    assert sum(chunk.forward for chunk in plan.chunks) == pytest.approx(sum(costs.forward))
-    assert sum(chunk.backward for chunk in plan.chunks) == pytest.approx(sum(costs.backward))
+    for index, chunk in enumerate(plan.chunks):
+        runs = ops_run_by(graph, plan, index)
+        assert chunk.forward == pytest.approx(sum(costs.forward[op] for op in runs))
+        assert chunk.backward == pytest.approx(sum(costs.backward[op] for op in runs))
     assert {(t.source, t.target): t.forward_bytes for t in plan.traffic} == naive_traffic(graph, plan)
     validate(plan.make_schedule(), plan.edges.forward, plan.edges.backward)
 
@@ -190,6 +203,22 @@ def test_requests_are_checked_before_anything_is_measured() -> None:
         check_request("auto", recompute="full")
     assert auto_microbatches(1, 32) == 1
     assert auto_microbatches(4, 8) == 8
+
+
+def test_a_matrix_on_two_stages_is_summed_at_the_end() -> None:
+    graph = chain(8)
+    ops = [dataclasses.replace(op, parameters=("shared",)) if i in (1, 8) else op for i, op in enumerate(graph.ops)]
+    tied = OpGraph(tuple(ops), graph.edges, (), graph.hash)
+    sizes = {**sizes_of(graph), "shared": (1000, 4000)}
+    request = Request(stages=2, microbatches=4, schedule="1f1b")
+    plan = make_plan(tied, sample_costs(graph), request, 2, sizes)
+    (tie,) = plan.ties
+    assert (tie.chunks, tie.size) == ((0, 1), 4000)
+    last = max(event.end for mine in plan.timeline.compute for event in mine)
+    assert {e.start for e in plan.timeline.events if e.action.kind == "REDUCE"} == {last}
+    assert Plan.from_json(plan.to_json()) == plan
+    alone = make_plan(tied, sample_costs(graph), request, 2, sizes, frozen={"shared"})
+    assert alone.ties == ()
 
 
 def test_stages_with_costs_of_their_own() -> None:

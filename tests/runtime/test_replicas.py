@@ -91,7 +91,7 @@ def test_replicas_that_take_different_branches() -> None:
 
 def _sent_during_backward() -> list[int]:
     """With small buckets: how many had set off when the backward of the first layer began."""
-    module._BUCKET_BYTES = 200
+    module._MOST_BYTES = 200
     sizes = []
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     mean = module.ReplicaMean(dist.group.WORLD, 2, {name: [0] for name, _ in model.named_parameters()}, set())

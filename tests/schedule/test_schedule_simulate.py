@@ -35,6 +35,29 @@ def costs_of(chunks, **more):
     return ChunkCosts((1.0,) * chunks, (2.0,) * chunks, (3.0,) * chunks, **more)
 
 
+def test_handling_keeps_the_device_before_the_action_by_hand():
+    costs = costs_of(2, handling_forward=(0.5, 0.25), handling_backward=(0.125, 0.75))
+    timeline = simulate(make_schedule("1f1b", stages=2, microbatches=1), costs)
+    assert at(timeline, "F0.0") == (0.5, 1.5)
+    assert at(timeline, "F1.0") == (1.75, 2.75)
+    assert at(timeline, "B1.0") == (3.5, 8.5)
+    assert at(timeline, "B0.0") == (8.625, 13.625)
+    assert timeline.busy == (6, 6)  # compute alone
+    assert step_time(make_schedule("1f1b", stages=2, microbatches=1), costs) == timeline.step_time == 13.125
+
+
+def test_ties_are_summed_when_all_their_stages_have_done_all_else_by_hand():
+    costs = costs_of(4, reduce_tied=(0.5,))
+    schedule = make_schedule("interleaved", stages=2, microbatches=2, chunks=2)
+    plain = simulate(schedule, costs_of(4)).step_time
+    timeline = simulate(schedule, costs, Edges.of(4, [(0, 1), (1, 2), (2, 3)], tied=[(0, 3)]))
+    reductions = [event for event in timeline.events if event.action.kind == "REDUCE"]
+    assert [(event.stage, event.start, event.end) for event in reductions] == [
+        (0, plain, plain + 0.5),
+        (1, plain, plain + 0.5),
+    ]
+
+
 def test_one_microbatch_over_a_link_by_hand():
     costs = costs_of(2, send_forward={(0, 1): 0.5}, send_backward={(0, 1): 0.25})
     timeline = simulate(make_schedule("1f1b", stages=2, microbatches=1), costs)
