@@ -280,7 +280,13 @@ def _recording(
         step=call.step,
         equal_sizes=equal,
         leaves=tuple(sorted(settings.whole)),
-        notes=(*recorder.notes, *_checkpoint_note(len(recorder.checkpoints)), *study.notes(), *_single_note(settings)),
+        notes=(
+            *(item for item in settings.history if item.startswith("kept")),
+            *recorder.notes,
+            *_checkpoint_note(len(recorder.checkpoints)),
+            *study.notes(),
+            *_single_note(settings),
+        ),
         sizes=study.sizes,
         checkpoints=tuple(recorder.checkpoints),
     )

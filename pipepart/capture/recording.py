@@ -93,7 +93,7 @@ class Recording:
     leaves: tuple[str, ...] = ()
     """Modules of the user that are kept whole, since something inside could not be recorded."""
     notes: tuple[str, ...] = ()
-    """What is fixed, kept or not kept, in words."""
+    """What is fixed, kept whole and why, kept or not kept, in words."""
     sizes: Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]] = field(default_factory=dict)
     """For (input, dimension) pairs that were changed together: another size with the same graph, or None and why."""
     checkpoints: tuple[Checkpoint, ...] = ()

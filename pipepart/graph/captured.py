@@ -80,10 +80,9 @@ class Captured:
             f"{type(self.train.root).__name__}: {len(graph)} ops, {total:,} parameters, "
             f"{sum(op.flops for op in graph.ops):,} FLOPs forward, hash {self.hash[:12]}"
         ]
-        for leaf in self.train.leaves:
-            lines.append(f"  kept whole: {leaf}")
-        for note in self.train.notes:
-            lines.append(f"  note: {note}")
+        lines += [f"  note: {note}" for note in self.train.notes]
+        if self.eval is not None:
+            lines += [f"  note, in eval mode: {note}" for note in self.eval.notes if note not in self.train.notes]
         lines.append(f"  {'op':28} {'module':32} {'class':18} {'shape':20} {'params':>10} {'MFLOPs':>9}  source")
         for op in graph.ops:
             if op.kind in ("number", "output"):

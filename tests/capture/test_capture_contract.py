@@ -323,6 +323,30 @@ def test_notes_say_what_is_kept_and_what_is_not():
     assert recording.module()(torch.randn(3, 4))["cache"] is None
 
 
+def test_what_is_done_for_one_sample_only_is_recorded_with_one():
+    class Expanding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            places = torch.arange(x.shape[1])[None]
+            if x.shape[0] != places.shape[0]:
+                places = places.expand(x.shape[0], -1) * 2
+            return (self.linear(x) * places[..., None]).mean()
+
+    model, one = Expanding(), torch.randn(1, 6, 4)
+    recording = record(model, (one,))
+    assert any("holds for one sample only" in note for note in recording.notes)
+    for x in (one, torch.randn(1, 9, 4)):
+        assert torch.equal(recording.module()(x), model(x))
+    with pytest.raises(GuardError, match="dimension 0 was 1"):
+        recording.module()(torch.randn(3, 6, 4))
+    several = record(model, (torch.randn(2, 6, 4),))
+    assert torch.equal(several.module()(one.repeat(3, 1, 1)), model(one.repeat(3, 1, 1)))
+    assert several.stale([one]) is not None
+
+
 def test_batch_is_found_among_inputs_of_other_sizes():
     class Masked(nn.Module):
         def __init__(self):

@@ -108,15 +108,44 @@ def test_print_names_ops_modules_and_lines(captured):
     assert captured.hash[:12] in text
 
 
+def test_print_says_what_is_kept_and_fixed_and_why():
+    class Choosy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.choice = Choice()
+
+        def forward(self, x):
+            return self.second(self.choice(self.first(x))).pow(2).mean()
+
+    class Choice(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    text = str(capture(Choosy(), (torch.randn(3, 6),)))
+    assert "note: kept 'choice' whole (DataDependent: Python reads the contents of a tensor" in text
+    assert "note: dimension of size 6: fixed; the model fails at size" in text
+    assert text.count("kept 'choice' whole") == 1
+
+
+def test_eval_mode_takes_over_which_sizes_are_fixed(captured):
+    assert captured.eval.sizes.keys() == captured.train.sizes.keys()
+    assert [item.dynamic for item in captured.eval.inputs] == [item.dynamic for item in captured.train.inputs]
+    result = capture(nn.Linear(6, 2), (torch.randn(3, 6),))
+    (reason,) = {why for size, why in result.eval.sizes.values() if size is None}
+    assert reason.startswith("fails at size")
+    assert result.eval.inputs[0].dynamic == (True, False)
+
+
 def test_capture_of_a_function_without_a_module_is_refused():
     with pytest.raises(CaptureError, match="bound method"):
         capture(torch.relu, (torch.randn(3),))
 
 
-def test_counting_flops_does_not_touch_the_model():
-    model, example = ARCHITECTURES["SharedModules"]()
-    recording = record(model, example(3))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    op_graph(recording)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(isinstance(p, nn.Parameter) and not hasattr(p, "fake_mode") for p in model.parameters())
+def test_flops_of_recurrent_layers_and_of_modules_kept_whole_are_counted():
+    model, example = ARCHITECTURES["Mixture"]()
+    graph = capture(model, example(2)).graph
+    assert all(op.flops > 0 for op in graph.ops if op.module.startswith("experts") and op.parameters)
+    layer = nn.LSTM(5, 7, batch_first=True)
+    graph = capture(layer, (torch.randn(2, 3, 5),)).graph
+    assert sum(op.flops for op in graph.ops) == 2 * 2 * 3 * 4 * 7 * (5 + 7)
