@@ -22,7 +22,7 @@ from pipepart.runtime.header import share
 from pipepart.runtime.mesh import Groups, release_groups
 from pipepart.runtime.ownership import Ownership, drop_foreign_parameters, place_parameters
 from pipepart.runtime.program import Program, StepResult
-from pipepart.runtime.tracing import Trace, clock_offset, gather_timeline
+from pipepart.runtime.tracing import Trace, TraceBoard, clock_offset
 from pipepart.runtime.transport import GroupTransport, Transport, choose_transport
 from pipepart.schedule import Timeline
 
@@ -65,7 +65,7 @@ class StageRuntime:
         self._fresh: dict[str, torch.Tensor] = {}
         self._local: dict[str, torch.Tensor] = {}
         """Gradients of steps that were not reduced."""
-        self.timeline: Timeline | None = None
+        self._traces = TraceBoard(plan.stages, groups, timeout)
         self._clock_offset: float | None = None
         self._hollow: dict[str, nn.Parameter] = {}
         """What stands in the place of the parameters of other stages; optimizers hold on to these objects."""
@@ -75,6 +75,11 @@ class StageRuntime:
     @property
     def stage(self) -> int:
         return self.groups.stage if self.groups is not None else 0
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of the last traced step, of all stages of this replica. A rank can ask for it alone."""
+        return self._traces.timeline()
 
     @property
     def is_first(self) -> bool:
@@ -145,7 +150,7 @@ class StageRuntime:
                 if reduce:
                     self._sync.reduce(parameters, marks)
                 if marks is not None:
-                    self.timeline = gather_timeline(marks, self.plan.stages, self.groups, self._offset())
+                    self._traces.post(marks, self._offset())
             made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             self._fresh, self._local = (made, {}) if reduce else ({}, made)
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipepart.errors import PipelineError
 from pipepart.runtime.device import Stopwatch
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.transport import GroupTransport, Transport
 from pipepart.schedule import Action, Event, Timeline
 
-__all__ = ["Trace", "clock_offset", "gather_timeline"]
+__all__ = ["Trace", "TraceBoard", "clock_offset"]
 
 _KINDS = ("F", "B", "I", "W", "SEND", "RECV", "REDUCE")
 _PAYLOADS = (None, "F", "B")
@@ -42,19 +45,61 @@ class Trace:
         return [Event(self._stage, action, seconds(a) + offset, seconds(b) + offset) for action, a, b in self._marks]
 
 
-def gather_timeline(trace: Trace, stages: int, groups: Groups | None, offset: float = 0.0) -> Timeline:
-    """All stages' events of the step on the clock of stage 0. Every stage of the replica must call it."""
-    events = trace.events(offset)
-    if groups is not None and stages > 1:
-        own = torch.tensor([_row(event) for event in events], dtype=torch.float64).reshape(-1, _COLUMNS)
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(stages)]
-        dist.all_gather(counts, torch.tensor([len(own)]), group=groups.pipeline)
-        padded = torch.zeros(max(int(count) for count in counts), _COLUMNS, dtype=torch.float64)
-        padded[: len(own)] = own
-        tables = [torch.empty_like(padded) for _ in range(stages)]
-        dist.all_gather(tables, padded, group=groups.pipeline)
-        events = [_event(row) for table, count in zip(tables, counts) for row in table[: int(count)].tolist()]
-    return Timeline.from_events(stages, events)
+class TraceBoard:
+    """Where the stages of a replica leave the events of traced steps, for whoever wants to see them.
+
+    A stage writes its own events into the store of the job, which takes microseconds; nobody waits for anybody until
+    a timeline is read, and any rank can read one by itself.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, stages: int, groups: Groups | None, timeout: float) -> None:
+        self._stages, self._groups, self._timeout = stages, groups, timeout
+        self._name = f"pipepart/trace/{next(TraceBoard._numbers)}"  # ranks make their boards in the same order
+        self._steps = 0
+        self._own: list[Event] = []
+        self._timeline: Timeline | None = None
+
+    def post(self, trace: Trace, offset: float = 0.0) -> None:
+        """This stage's events of one more traced step, on the clock of stage 0."""
+        self._steps, self._timeline = self._steps + 1, None
+        self._own = trace.events(offset)
+        if self._groups is not None and self._stages > 1:
+            numbers = itertools.chain((self._steps,), *map(_row, self._own))
+            packed = struct.pack(f"<{1 + _COLUMNS * len(self._own)}d", *numbers)
+            _store().set(self._key(self._groups.stage), packed)  # type: ignore[arg-type]
+
+    def timeline(self) -> Timeline | None:
+        """All stages' events of the last traced step; None if there was none."""
+        if self._timeline is None and self._steps:
+            events = list(self._own)
+            for stage in range(self._stages):
+                if self._groups is not None and stage != self._groups.stage:
+                    events += self._read(stage)
+            self._timeline = Timeline.from_events(self._stages, events)
+        return self._timeline
+
+    def _key(self, stage: int) -> str:
+        # A stage can be one step ahead of another, so what it writes then must not cover what is still to be read.
+        replica = self._groups.replica if self._groups is not None else 0
+        return f"{self._name}/{replica}/{stage}/{self._steps % 2}"
+
+    def _read(self, stage: int) -> list[Event]:
+        until = time.monotonic() + self._timeout
+        store = _store()
+        while time.monotonic() < until:
+            if store.check([self._key(stage)]):
+                step, *numbers = struct.iter_unpack("<d", store.get(self._key(stage)))
+                if step[0] == self._steps:
+                    flat = [number for (number,) in numbers]
+                    return [_event(flat[i : i + _COLUMNS]) for i in range(0, len(flat), _COLUMNS)]
+            time.sleep(0.001)
+        raise PipelineError(f"stage {stage} has not left its events of the traced step within {self._timeout:.0f} s")
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _row(event: Event) -> tuple[float, ...]:

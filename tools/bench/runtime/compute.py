@@ -106,6 +106,35 @@ def _timed(step: Step, steps: int, warm: int) -> list[float]:
     return times[warm:]
 
 
+def _cost_of_tracing(pipe: Any, step: Step, pairs: int) -> float:
+    """How much longer a traced step is than its neighbour without, as a part: the median over many pairs."""
+    found = []
+    for index in range(pairs):
+        seconds = {}
+        for on in (False, True) if index % 2 else (True, False):
+            pipe.record_trace(on)
+            (seconds[on],) = _timed(step, 1, 0)
+        found.append(seconds[True] / seconds[False] - 1)
+    return statistics.median(found)
+
+
+def _work_of_tracing(pipe: Any, rounds: int = 20) -> float:
+    """Seconds that the marks of a step and leaving them for others take by themselves."""
+    from pipepart.runtime.tracing import Trace, TraceBoard
+
+    actions = [event.action for event in pipe.trace.events if event.stage == pipe.stage]
+    board = TraceBoard(pipe.plan.stages, pipe._runtime.groups, 60.0)
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        trace = Trace(pipe.stage, torch.device("cpu"))
+        for action in actions:
+            trace.add(action, trace.now())
+        board.post(trace)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
 def _measure(rank: int, size: int, name: str, steps: int, rounds: int) -> dict[str, Any]:
     """Medians in seconds of everything on one model."""
     single = _single(name)
@@ -128,16 +157,11 @@ def _measure(rank: int, size: int, name: str, steps: int, rounds: int) -> dict[s
     for index in range(rounds):
         for key, step in contenders.items():
             times[key] += _timed(step, steps, 1 if index else 3)
-    traced: list[float] = []
-    plain: list[float] = []
-    for _ in range(rounds):  # what tracing costs
-        for on, found in ((False, plain), (True, traced)):
-            pipe.record_trace(on)
-            found += _timed(mine, steps, 1)
     result: dict[str, Any] = {key: statistics.median(found) for key, found in times.items()}
+    tracing = _cost_of_tracing(pipe, mine, 5 * rounds * steps)
     busy = pipe.trace.busy
     result.update(plan=f"{pipe.plan.schedule}, slack {pipe.plan.slack}", predicted=pipe.plan.step_time, best_cut=best)
-    result.update(busy=max(busy), tracing=statistics.median(traced) / statistics.median(plain) - 1)
+    result.update(busy=max(busy), tracing=tracing, tracing_work=_work_of_tracing(pipe))
     result["bubble"] = pipe.plan.bubble
     return result
 
@@ -160,7 +184,8 @@ def compute(steps: int = 4, rounds: int = 4, names: tuple[str, ...] = tuple(MODE
         lines.append(
             f"{name:>9} {ceiling:8.2f} {share['ours']:9.2f} {share['ours'] / limit:9.0%} {share['even']:9.2f} "
             f"{share['best']:9.2f} {share['ddp']:6.2f}  {ratios}  {found['plan']}; predicted "
-            f"{found['predicted'] / found['ours'] - 1:+.0%}; tracing {found['tracing']:+.1%}"
+            f"{found['predicted'] / found['ours'] - 1:+.0%}; tracing {found['tracing']:+.1%} "
+            f"(its own work {found['tracing_work'] / found['ours']:.2%})"
         )
         print(lines[-1], flush=True)
     lines.append(
