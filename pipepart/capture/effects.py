@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -69,11 +69,11 @@ class _Place:
 class Effects:
     """The Python state around a module at one moment. `is_whole` says which modules are really called at every step."""
 
-    def __init__(self, root: nn.Module, is_whole: Callable[[nn.Module, str], bool]):
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], is_whole: Callable[[nn.Module, str], bool]):
         self.places: list[_Place] = []
         self._seen: set[int] = set()
         inside = "."  # the last module that is whole: what is in it follows at once
-        for path, module in root.named_modules():
+        for path, module in modules:
             if path.startswith(inside):
                 continue
             if path and is_whole(module, path):

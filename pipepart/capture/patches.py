@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -239,7 +239,7 @@ def _vmap(recorder: Recorder, original: Any, function: Any, settings: tuple[Any,
 
 
 @contextmanager
-def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
+def recording_patches(recorder: Recorder, modules: Iterable[tuple[str, nn.Module]], compiling: bool) -> Iterator[None]:
     """Module calls, custom autograd functions, scripted functions, ``len`` and metrics go through the recorder.
 
     With `compiling`, libraries that ask whether they are being compiled hear yes, and take paths free of data reads.
@@ -249,7 +249,7 @@ def recording_patches(recorder: Recorder, compiling: bool) -> Iterator[None]:
     script_call = scripted.__call__
     length = builtins.len
     compile_flags = torch.compiler.is_compiling, torch.compiler.is_exporting
-    metrics = [m for m in recorder.root.modules() if is_metric(m)]
+    metrics = [module for _, module in modules if is_metric(module)]
 
     def patched_len(value: Any) -> int:
         size = length(value)

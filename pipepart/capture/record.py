@@ -95,7 +95,7 @@ def record_call(call: Call, like: Recording | None = None) -> Recording:
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode) for leaf in call.leaves]
         settings, attributes = Settings(), state.plain_attributes(call.root)
-        around = Effects(call.root, lambda module, path: False)
+        around = Effects(names.listed, lambda module, path: False)
         while True:
             try:
                 recording = _record(call, leaves, names, settings, mode, like)

@@ -64,7 +64,7 @@ class Recorder(GraphRecorder):
         self.watching = False  # whether each module is asked if it draws random numbers outside torch
         self.drawn: Any = None  # the state of those random numbers, as far as ops that are kept whole account for it
         self.notes: list[str] = []
-        self.rng_state: bytes | None = None  # of torch, after the last op
+        self.rng_state: torch.Tensor | None = None  # of torch, after the last op
         self.leaf_edges: dict[int, tuple[Any, int]] = {}
         self.makers: dict[int, Any] = {}  # the function that returned a numpy array, by the identity of the array
 
@@ -169,9 +169,12 @@ class Recorder(GraphRecorder):
         before, self.drawn = self.drawn, outside_rng() if self.watching else self.drawn
         return bool(before != self.drawn)
 
-    def _rng(self) -> bytes:
-        """The state of torch's random numbers; fake tensors draw none."""
-        return b"" if self.fake else torch.get_rng_state().numpy().tobytes()
+    def _drew(self) -> bool:
+        """Whether torch's random numbers are further on than after the last op; fake tensors draw none."""
+        if self.fake:
+            return False
+        before, self.rng_state = self.rng_state, torch.default_generator.get_state()
+        return before is not None and not torch.equal(before, self.rng_state)
 
     @unseen
     def _before(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -181,7 +184,7 @@ class Recorder(GraphRecorder):
             if tensor.requires_grad and not tensor.is_inference():
                 edges[self._edge(tensor)] = node
         if self.rng_state is None:
-            self.rng_state = self._rng()
+            self._drew()
         return [version_of(t) for t in inputs], edges, nodes
 
     def _edge(self, tensor: torch.Tensor) -> tuple[Any, int]:
@@ -207,9 +210,7 @@ class Recorder(GraphRecorder):
             fact.reads.add(storage)
             if version_of(tensor) != version:
                 fact.mutates.add(storage)
-        drawn = self._rng()
-        fact.random = fact.random or drawn != self.rng_state
-        self.rng_state = drawn
+        fact.random = self._drew() or fact.random
         known = [self.facts[n] for n in node.all_input_nodes]
         fact.varies = fact.random or node.op == "call_module" or any(f.varies or f.number is not None for f in known)
         fact.chance = (fact.random or any(f.chance for f in known)) and all(

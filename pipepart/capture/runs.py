@@ -131,7 +131,7 @@ def copy_leaf(leaf: Any) -> Any:
 def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any) -> Run:
     recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards, mode is not None)
     with ExitStack() as stack:
-        stack.enter_context(state.preserved(call.root))
+        stack.enter_context(state.preserved(call.root, [module for _, module in names.listed]))
         stack.enter_context(torch.enable_grad())
         if mode is not None:
             stack.enter_context(mode)
@@ -148,13 +148,13 @@ def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settin
             values.append(value)
         try:
             with ExitStack() as patches:
-                patches.enter_context(recording_patches(recorder, settings.compiling))
+                patches.enter_context(recording_patches(recorder, names.listed, settings.compiling))
                 patches.enter_context(calls_kept_whole(recorder, settings.functions))
                 patches.enter_context(RecordMode(recorder))
                 if settings.makers:
                     patches.enter_context(watch_makers(recorder.makers, recorder.kept))
                 recorder.watching, recorder.drawn = settings.watching, outside_rng()
-                attributes, around = state.Attributes(call.root), Effects(call.root, partial(is_leaf, recorder))
+                attributes, around = state.Attributes(names.listed), Effects(names.listed, partial(is_leaf, recorder))
                 result, logs = call.run(values)
                 if outside_rng() != recorder.drawn:
                     raise DrawsOutside("the model draws random numbers outside torch (Python's random or numpy)")

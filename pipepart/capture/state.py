@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,7 @@ class Names:
     """Full names of the modules and tensors of a root, by identity; of tied ones the first name."""
 
     modules: dict[int, str] = field(default_factory=dict)
+    listed: list[tuple[str, nn.Module]] = field(default_factory=list)
     tensors: dict[int, str] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
 
@@ -42,12 +43,13 @@ class Names:
 def names_of(root: nn.Module) -> Names:
     """The names of everything that a recorded run of `root` may touch."""
     names = Names()
-    for path, module in root.named_modules():
+    names.listed = list(root.named_modules())
+    for path, module in names.listed:
         names.modules[id(module)] = path
     for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
         names.tensors.setdefault(id(tensor), path)
         names.kept.append(tensor)
-    for path, module in root.named_modules():
+    for path, module in names.listed:
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 names.tensors.setdefault(id(value), f"{path}.{key}" if path else key)
@@ -111,12 +113,12 @@ def is_abstract(root: nn.Module) -> bool:
 
 
 class Attributes:
-    """The plain attributes of all modules at one moment, to see what a run leaves behind in Python."""
+    """The plain attributes of modules at one moment, to see what a run leaves behind in Python."""
 
-    def __init__(self, root: nn.Module):
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
         self.before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = [
             (path, module, {**vars(module), **_plain_registry(module._buffers)}, dict(_containers(module)))
-            for path, module in root.named_modules()
+            for path, module in modules
         ]
 
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
@@ -124,11 +126,10 @@ class Attributes:
         for path, module, before, containers in self.before:
             now: dict[str, Any] = {**vars(module), **_plain_registry(module._buffers)}
             for name, value in now.items():
-                if name in _REGISTRIES or name == "training":
-                    continue
                 old = before.get(name)
                 if value is not old:
-                    yield path, module, name, old, value
+                    if name not in _REGISTRIES and name != "training":
+                        yield path, module, name, old, value
                 elif name in containers and not same_items(containers[name], value):
                     was, now_is = len(containers[name]), len(vars(module)[name])
                     after = f"{now_is} items" if was != now_is else f"{now_is} other items"
@@ -140,9 +141,12 @@ def _plain_registry(registry: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def preserved(root: nn.Module) -> Iterator[None]:
-    """Whatever runs inside, buffers, gradients, plain attributes and the random number generators are as before."""
-    modules = list(root.modules())
+def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
+    """Whatever runs inside, buffers, gradients, plain attributes and the random number generators are as before.
+
+    `modules` are those of the root, if the caller has them at hand.
+    """
+    modules = modules or list(root.modules())
     tensors = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]
     own = [value for module in modules for value in module._buffers.values() if value is not None]
     distinct = {id(tensor): tensor for tensor in [*own, *tensors] if not tensor.is_inference()}

@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LEFT_OUT = {"inception_v3": ("Mixed_5d", "Mixed_6c", "Mixed_6d", "Mixed_6e", "Mixed_7c")}
 """Blocks that keep the width and are no members of a list."""
 
-SIZES = {"inception_v3": 75, "hrnet_w18_small": 32, "crossvit_tiny_240": 240, "efficientformer_l1": 224}
+SIZES = {"inception_v3": 75, "crossvit_tiny_240": 240, "efficientformer_l1": 224}
 """Images other than of 64 pixels; some models know one size, some need a least one."""
 
 
