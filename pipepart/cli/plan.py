@@ -44,7 +44,7 @@ def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False,
     strategy = config["strategy"]
     check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"], strategy["recompute"])
     cluster = None if config["cluster"].get("measured") else cluster_from(config["cluster"])
-    found = _plan_for(config, cluster, named[0] if named else None)
+    found, notes = _plan_for(config, cluster, named[0] if named else None)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         found.save(output)
@@ -53,6 +53,8 @@ def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False,
         return 0
     title = named[0] if named else f"recipe {config['name']}"
     print(f"pipepart plan  {title} for {'this machine' if cluster is None else cluster.name}\n\n{found.describe()}")
+    for note in notes:
+        print(f"note       {note}")
     if output is not None:
         print(f"\nplan  {shown(output)}")
     return 0
@@ -66,13 +68,14 @@ def _devices(config: dict[str, Any], cluster: Cluster | None) -> int:
     return resolve_devices(config) * int(config["launcher"]["nodes"])
 
 
-def _plan_for(config: dict[str, Any], cluster: Cluster | None, named: str | None) -> Plan:
+def _plan_for(config: dict[str, Any], cluster: Cluster | None, named: str | None) -> tuple[Plan, Sequence[str]]:
+    """The plan, and what there is to say of the recorded step."""
     strategy, devices = config["strategy"], _devices(config, cluster)
     mesh = fit_mesh(devices, strategy["stages"], strategy["replicas"])  # also refuses what cannot be
     options = Options(mesh.stages, mesh.replicas, strategy["microbatches"], strategy["schedule"])
     step = _recipe_step(config, options, mesh) if named is None else _callable(named, options, mesh)
     precision = str(config["trainer"]["precision"])
-    return plan_for(
+    found = plan_for(
         step.recording,
         step.args,
         step.kwargs,
@@ -83,6 +86,7 @@ def _plan_for(config: dict[str, Any], cluster: Cluster | None, named: str | None
         dtype=next((name for key, name in _DTYPES.items() if precision.startswith(key)), None),
         **{name: strategy[name] for name in _ASKED},
     )
+    return found, step.recording.notes
 
 
 @dataclass(frozen=True)

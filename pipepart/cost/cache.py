@@ -20,7 +20,7 @@ from pipepart.cost.profile import Context, profile, whole_step
 
 __all__ = ["cache_folder", "profiled"]
 
-_VERSION = 4
+_VERSION = 6
 """Of what a measurement means: older ones are measured again."""
 
 _TOLERANCE = 0.15
@@ -90,8 +90,9 @@ def _read(path: Path) -> OpCosts | None:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items()}
+        fields["savers"] = tuple(tuple(ops) for ops in fields["savers"])
         return OpCosts(**fields)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None  # absent, or written by another version: measure again
 
 

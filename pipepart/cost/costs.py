@@ -25,10 +25,16 @@ class OpCosts:
     """Where the numbers come from: ``profile``, ``analytic``, or the name of a file."""
     split_extra: tuple[float, ...] = ()
     """Seconds that an op takes longer where its backward runs in two halves; empty: none."""
+    savers: tuple[tuple[int, ...], ...] = ()
+    """The ops that keep the output of an op for their backward, by number, in order; empty: not known.
+
+    What several ops keep counts once in `saved_bytes`, with the first of them."""
 
     def __post_init__(self) -> None:
         if self.split_extra and len(self.split_extra) != len(self.names):
             raise PlanError(f"costs: expected {len(self.names)} entries in 'split_extra', got {len(self.split_extra)}")
+        if self.savers and len(self.savers) != len(self.names):
+            raise PlanError(f"costs: expected {len(self.names)} entries in 'savers', got {len(self.savers)}")
         for field in ("forward", "backward_input", "backward_weight", "parameter_bytes", "saved_bytes", "output_bytes"):
             values: Sequence[float] = getattr(self, field)
             if len(values) != len(self.names):

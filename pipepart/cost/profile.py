@@ -40,6 +40,7 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
     repeats of an op the lower quartile counts: what disturbs a measurement only ever makes it longer.
     """
     module = recording.graph_module()
+    leaves = [_own_memory(leaf) for leaf in leaves]
     with _state_kept(recording.root):  # gradients are added up as in a step of several micro-batches
         single = _OpProfiler(module, context)
         single.run(*leaves)
@@ -50,6 +51,7 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
     f_scale = _scale(forward, (m.forward for m in found))
     b_scale = _scale(backward, (m.backward for m in found))
     by_python = _split_layer()
+    numbers = {name: index for index, name in enumerate(names)}
     sizes = [node.meta["op"].nbytes if "op" in node.meta else 0 for node in recording.ops]
     return OpCosts(
         names=tuple(names),
@@ -61,6 +63,7 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
         output_bytes=tuple(sizes),
         source="profile",
         split_extra=tuple(m.split * b_scale + (by_python if m.trained else 0.0) for m in found),
+        savers=tuple(single.savers_of(name, numbers) for name in names),
     )
 
 
@@ -111,6 +114,10 @@ class _OpProfiler(fx.Interpreter):
         self._makers: dict[int, str] = {}
         """Storage -> the op that made it. A tensor saved by several ops counts once, for the first that saves it."""
         self._saved: set[tuple[str, int]] = set()
+        self.maker_of: dict[str, str] = {}
+        """Op -> the op whose memory its output lies in (a view lies in that of another)."""
+        self.savers: dict[str, list[str]] = {}
+        """Op -> the ops that keep its memory for their backward."""
         self._kinds: dict[str, _Kind] = {}
 
     def settle(self) -> None:
@@ -123,6 +130,11 @@ class _OpProfiler(fx.Interpreter):
                 if op.trained and weights_only:
                     op.split = max(0.0, inputs_only + weights_only - op.backward)
 
+    def savers_of(self, name: str, numbers: dict[str, int]) -> tuple[int, ...]:
+        """The numbers of the ops that keep the output of an op for their backward."""
+        savers = self.savers.get(self.maker_of.get(name, name), ())
+        return tuple(sorted({numbers[saver] for saver in savers if saver in numbers}))
+
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
@@ -133,11 +145,15 @@ class _OpProfiler(fx.Interpreter):
         call = lambda a, k: getattr(self, n.op)(n.target, a, k)  # noqa: E731
         weights = self._weights(n)
         measured.parameter_bytes = sum(p.numel() * p.element_size() for p in weights)
-        makers = {_pointer(t): self._makers.get(_pointer(t), n.name) for t in _tensors((args, kwargs))}
+        given = {_pointer(t) for t in _tensors((args, kwargs))}
+        makers = {pointer: self._makers.get(pointer, f"batch:{pointer}") for pointer in given}
         result, saved = self._measure(measured, call, args, kwargs, inplace, weights)
         for tensor in _tensors(result):
-            self._makers[_pointer(tensor)] = makers.setdefault(_pointer(tensor), n.name)
+            maker = self._makers[_pointer(tensor)] = makers.setdefault(_pointer(tensor), n.name)
+            self.maker_of[n.name] = maker
         for pointer, size in saved.items():
+            if pointer in makers:
+                self.savers.setdefault(makers[pointer], []).append(n.name)
             key = (makers.get(pointer, f"{n.name}:{pointer}"), size)
             measured.saved_bytes += 0 if key in self._saved else size
             self._saved.add(key)
@@ -223,6 +239,11 @@ class _SavedBytes:
         if storage.data_ptr() not in self._parameters:
             self.found[storage.data_ptr()] = storage.nbytes()
         return tensor
+
+
+def _own_memory(leaf: Any) -> Any:
+    """A part of a batch that lies in the memory of the whole would count as the whole where it is saved."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and not leaf.requires_grad else leaf
 
 
 def _pointer(tensor: torch.Tensor) -> int:

@@ -115,6 +115,7 @@ def _memory(plan: Plan) -> list[str]:
             ("gradients", full.gradients),
             ("optimizer", full.optimizer),
             ("activations", full.activations),
+            ("scratch", full.scratch),
         )
     ]
     again = sum(plan.recomputes)

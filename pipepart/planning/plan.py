@@ -56,10 +56,12 @@ class StageMemory:
     optimizer: int
     activations: int
     """Saved for the backward of all micro-batches in flight, and what a chunk that recomputes makes again."""
+    scratch: int = 0
+    """What comes and goes while ops run, and messages that arrive ahead of their use."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.scratch
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,14 @@ Floats = NDArray[np.float64]
 _SPLIT = frozenset({"Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d"})
 """The classes of layers whose backward the runtime can run in two halves."""
 
+_AT_WORK = 3
+"""Tensors of the size of an op's output that exist for a moment while its backward runs: a gradient that comes, one that
+goes, and one in between."""
+_AT_CONVOLUTION = 5
+"""The same where an op lays out its tensors anew before it computes, as measured."""
+_EARLY = 2
+"""Messages that a stage takes in before they are needed."""
+
 ParameterSizes = Mapping[str, tuple[int, int]]
 """Parameter name -> (elements, bytes)."""
 
@@ -42,6 +50,8 @@ class Priced:
     parameter_bytes: tuple[float, ...]
     trained_bytes: tuple[float, ...]
     reduce: tuple[float, ...]
+    scratch: tuple[float, ...]
+    """What comes and goes while the ops of a chunk run."""
     traffic: Mapping[tuple[int, int], tuple[float, float, float, float]]
     """(source, target) -> bytes and seconds ahead, bytes and seconds back; by source and target."""
     handling_forward: tuple[float, ...] = ()
@@ -136,7 +146,7 @@ class Pricing:
             return float(times[stage][column][chunk_index])
 
         held, trained = self._held(chunk, count)
-        traffic = self._traffic(chunk, placement)
+        traffic, sent = self._traffic(chunk, placement)
         received = [0.0] * count
         for (_, target), cost in traffic.items():
             received[target] += cost[0]
@@ -146,7 +156,8 @@ class Pricing:
             forward=tuple(at(c, 0) for c in range(count)),
             backward_input=tuple(at(c, 1) for c in range(count)),
             backward_weight=tuple(at(c, 2) for c in range(count)),
-            saved=tuple(np.bincount(chunk, weights=self._saved, minlength=count).tolist()),
+            saved=self._kept(chunk, count, sent),
+            scratch=self._scratch(chunk, placement, traffic),
             received=tuple(received),
             parameter_bytes=tuple(held.tolist()),
             trained_bytes=tuple(trained.tolist()),
@@ -155,6 +166,51 @@ class Pricing:
             handling_forward=handling_forward,
             handling_backward=handling_backward,
             ties=self._ties(chunk, placement),
+        )
+
+    def _kept(self, chunk: Ints, count: int, sent: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+        """Bytes that one micro-batch leaves in each chunk between its forward and its backward.
+
+        Besides what autograd saves these are the outputs that wait for their gradient, and the inputs that will have
+        one. Where the same tensor is among the saved ones it counts once.
+        """
+        kept = np.bincount(chunk, weights=self._saved, minlength=count).tolist()
+        waiting, all_savers = set(), self.costs[0].savers
+        for op, target in sent:
+            savers = all_savers[op] if all_savers else ()
+            home, size = int(chunk[op]), float(self.sent[op])
+            saving = {int(chunk[saver]) for saver in savers}
+            waits = self.graph.ops[op].requires_grad
+            if waits and op not in waiting and home not in saving:
+                waiting.add(op)
+                kept[home] += size
+            counted = bool(savers) and int(chunk[savers[0]]) == target
+            if all_savers and (waits or target in saving) and not counted:
+                kept[target] += size
+        return tuple(kept)
+
+    def _scratch(
+        self,
+        chunk: Ints,
+        placement: Sequence[int],
+        traffic: Mapping[tuple[int, int], tuple[float, float, float, float]],
+    ) -> tuple[float, ...]:
+        """Bytes that a chunk needs for a moment: some tensors of the largest size, and messages that came early."""
+        largest = np.zeros(len(placement))
+        np.maximum.at(largest, chunk, self._at_work)
+        early = [0.0] * len(placement)
+        for (source, target), (there, _, back, _) in traffic.items():
+            if placement[source] != placement[target]:
+                early[target] = max(early[target], there)
+                early[source] = max(early[source], back)
+        return tuple(float(size) + _EARLY * message for size, message in zip(largest, early))
+
+    @cached_property
+    def _at_work(self) -> Floats:
+        """Bytes that come and go while each op runs."""
+        convolutions = ["conv" in f"{op.module_class} {op.target}".lower() for op in self.graph.ops]
+        return np.where(convolutions, _AT_CONVOLUTION, _AT_WORK) * np.asarray(
+            self.costs[0].output_bytes, dtype=np.float64
         )
 
     def _runs(self, chunk: Ints) -> tuple[Ints, Ints]:
@@ -242,7 +298,8 @@ class Pricing:
 
     def _traffic(
         self, chunk: Ints, placement: Sequence[int]
-    ) -> dict[tuple[int, int], tuple[float, float, float, float]]:
+    ) -> tuple[dict[tuple[int, int], tuple[float, float, float, float]], list[tuple[int, int]]]:
+        """What each pair of chunks exchanges, and (op, chunk) for every output that goes to another chunk."""
         count = len(placement)
         source, target = self._edges
         crosses = chunk[source] != chunk[target]
@@ -260,7 +317,7 @@ class Pricing:
                 link = self._link(placement[a], placement[b])
                 seconds = (link.seconds(there), link.seconds(again))
             found[a, b] = (there, seconds[0], again, seconds[1])
-        return found
+        return found, list(zip(sender.tolist(), (keys % count).tolist()))
 
     @cached_property
     def _links(self) -> dict[tuple[int, int], Link]:
@@ -286,6 +343,7 @@ class Pricing:
                 gradients=int(trained[stage]),
                 optimizer=int(trained[stage] * self.optimizer_factor),
                 activations=_activations(priced, schedule, stage, recompute),
+                scratch=math.ceil(max(s for s, home in zip(priced.scratch, priced.placement) if home == stage)),
             )
             for stage in range(schedule.stages)
         )

@@ -24,9 +24,8 @@ def nothing_fits(case: Case, best: Split) -> PlanError:
     where = f"stage {best.worst} of {case.request.stages}"
     if pricing.layout.kinds:
         where += f" on {pricing.layout.kinds[best.worst]!r}"
-    parts = ", ".join(
-        f"{name} {format_bytes(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer", "activations")
-    )
+    names = ("weights", "gradients", "optimizer", "activations", "scratch")
+    parts = ", ".join(f"{name} {format_bytes(getattr(memory, name))}" for name in names)
     options = what_would_fit(case, best.recipe)
     advice = (
         f"Any of these would fit: {', or '.join(options)}."

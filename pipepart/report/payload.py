@@ -42,7 +42,7 @@ USUAL_STATES = 2.0
 
 
 def stage_memory(plan: Plan, memory: MemoryModel | None = None) -> list[dict[str, float | None]]:
-    """Per stage: bytes of weights, gradients, optimizer state and activations at their peak, and the limit."""
+    """Per stage: bytes of weights, gradients, optimizer state, activations at their peak, scratch, and the limit."""
     memory = memory or MemoryModel()
     found: list[dict[str, float | None]] = []
     for stage, limit in enumerate(memory.limits(plan)):
@@ -53,6 +53,7 @@ def stage_memory(plan: Plan, memory: MemoryModel | None = None) -> list[dict[str
             weights = float(sum(chunk.parameter_bytes for chunk in plan.chunks if chunk.stage == stage))
             live = plan.timeline.peak_activations[stage]
             row = {"weights": weights, "gradients": weights, "optimizer": weights * USUAL_STATES, "activations": live}
+            row["scratch"] = 0.0
         if memory.optimizer_states is not None:
             row["optimizer"] = float(row["weights"] or 0.0) * memory.optimizer_states
         found.append({**row, "limit": limit})
@@ -154,6 +155,8 @@ def _plan(plan: Plan, memory: MemoryModel | None) -> dict[str, Any]:
             "contention": costs.contention,
             "reduce": costs.reduce,
             "reduce_tied": costs.reduce_tied,
+            "handling_forward": costs.handling_forward,
+            "handling_backward": costs.handling_backward,
         },
         "edges": {
             "forward": sorted(plan.edges.forward),

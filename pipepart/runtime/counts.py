@@ -14,7 +14,7 @@ import torch
 
 from pipepart.capture import Recording
 from pipepart.cost import OpCosts, whole_step
-from pipepart.errors import PartitionError
+from pipepart.errors import PartitionError, PlanError
 from pipepart.planning import Plan
 from pipepart.planning.sources import resized, scaled
 
@@ -92,11 +92,11 @@ def _measured(
 def best_cut(cuts: Sequence[Cut], plan: Callable[[Cut], Plan]) -> tuple[Plan, Cut]:
     """The plan of the usual cut, or of one whose step is clearly shorter, or that fits into memory where it does not."""
     found: list[tuple[Plan, Cut]] = []
-    refused: PartitionError | None = None
+    refused: PartitionError | PlanError | None = None
     for cut in cuts:
         try:
             found.append((plan(cut), cut))
-        except PartitionError as error:
+        except (PartitionError, PlanError) as error:
             refused = refused or error
     if not found:
         assert refused is not None

@@ -95,7 +95,7 @@ class Pipeline:
         training = record(module_or_step, *example)
         agreed, graph, costs = agree_on_plan(training, training.flatten(*example), options, mesh, usual, groups)
         root.eval()
-        evaluation = record(module_or_step, *example)
+        evaluation = record(module_or_step, *example, like=training)
         root.train(was_training)
         self._runtime = StageRuntime(
             root, agreed, graph, training, groups, self._device, timeout, "step", transport, costs, batch_norm

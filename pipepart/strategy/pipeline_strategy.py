@@ -217,7 +217,8 @@ class PipelineStrategy(CheckpointStrategy):
         if self._groups is not None:
             module.__dict__[_CUT] = _Cut(self._runtime)
         nodes = f"\n{self.describe_nodes()}" if self.num_nodes > 1 else ""
-        tell(f"pipepart: {type(module).__name__}.{step}\n{plan.describe()}{nodes}\n")
+        notes = "".join(f"\nnote       {note}" for note in recording.notes)
+        tell(f"pipepart: {type(module).__name__}.{step}\n{plan.describe()}{nodes}{notes}\n")
 
     def _fill(self, trainer: Trainer, module: LightningModule) -> None:
         """Memory and values for the parameters and buffers of this stage, after the model was planned without any."""

@@ -146,7 +146,7 @@ def test_every_stage_and_every_action_is_there(browser, pages):
             assert sorted(map(tuple, found)) == sorted((e.stage, str(e.action)) for e in expected)
         for stage in range(4):
             assert page.locator(f'#stages [data-stage="{stage}"]').count() == 2
-            assert page.locator(f'#stages [data-memory="{stage}"] i').count() == 4
+            assert page.locator(f'#stages [data-memory="{stage}"] i').count() == 5
             assert page.locator(f'#overview .chunk[data-stage="{stage}"]').count() == 1
             assert page.locator(f'#schedule path[data-memory="{stage}"]').count() == 2
         assert page.locator("#schedule .ev.critical").count() > 8

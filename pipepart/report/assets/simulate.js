@@ -70,6 +70,8 @@
       send_forward: given.send_forward || [],
       send_backward: given.send_backward || [],
       contention: Boolean(given.contention),
+      handling_forward: full(given.handling_forward) ? given.handling_forward : zeros(),
+      handling_backward: full(given.handling_backward) ? given.handling_backward : zeros(),
       reduce: full(given.reduce) ? given.reduce : zeros(),
       reduce_tied: given.reduce_tied || [],
     };
@@ -165,6 +167,7 @@
       if (a.kind === "I") return costs.backward_input[a.chunk] + costs.recompute[a.chunk];
       return costs.backward_weight[a.chunk];
     });
+    const handling = actions.map((a) => (a.kind === "W" ? 0 : (a.kind === "F" ? costs.handling_forward : costs.handling_backward)[a.chunk]));
     const ahead = table(costs.send_forward), behind = table(costs.send_backward);
     const ports = costs.contention ? new Ports(schedule.stages) : null, moves = [];
     const waiting = needs.map((need) => need.length);
@@ -175,7 +178,7 @@
     const begin = (stage) => {
       let n = cursor[stage], time = free[stage];
       while (n < first[stage + 1] && waiting[n] === 0) {
-        start[n] = arrived[n] > time ? arrived[n] : time;
+        start[n] = (arrived[n] > time ? arrived[n] : time) + handling[n];
         end[n] = time = start[n] + seconds[n];
         running.push([time, n]);
         n++;
@@ -237,9 +240,11 @@
   }
 
   function reductions(graph, schedule, costs, edges, end) {
-    const final = new Map();
+    const final = new Map(), done = Array(schedule.stages).fill(0);
     graph.actions.forEach((a, n) => {
-      if (a.kind === "B" || a.kind === "W") final.set(a.chunk, Math.max(final.get(a.chunk) || 0, end[n]));
+      if (a.kind !== "B" && a.kind !== "W") return;
+      final.set(a.chunk, Math.max(final.get(a.chunk) || 0, end[n]));
+      done[graph.stage[n]] = Math.max(done[graph.stage[n]], end[n]);
     });
     const free = Array(schedule.stages).fill(0), events = [], k = schedule.microbatches - 1;
     const push = (stage, chunk, start, stop) =>
@@ -254,7 +259,7 @@
       const seconds = costs.reduce_tied[n];
       const stages = [...new Set(group.map((c) => schedule.placement[c]))].sort((a, b) => a - b);
       if (stages.length < 2 || !seconds || group.some((c) => !final.has(c))) return;
-      const start = Math.max(...group.map((c) => final.get(c)), ...stages.map((s) => free[s]));
+      const start = Math.max(...stages.map((s) => Math.max(done[s], free[s])));
       for (const stage of stages) {
         free[stage] = start + seconds;
         push(stage, group.find((c) => schedule.placement[c] === stage), start, free[stage]);

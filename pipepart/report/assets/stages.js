@@ -3,7 +3,7 @@
   "use strict";
   const { h } = pp;
   const NAMES = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient", communication: "waiting for messages", idle: "idle" };
-  const MEMORY = { weights: "weights", gradients: "gradients", optimizer: "optimizer", activations: "activations at their peak" };
+  const MEMORY = { weights: "weights", gradients: "gradients", optimizer: "optimizer", activations: "activations at their peak", scratch: "scratch" };
 
   function timeBars(timelines) {
     const longest = Math.max(...timelines.map(({ timeline }) => timeline.stepTime)) || 1;
@@ -32,7 +32,7 @@
   }
 
   function memoryBars(plans) {
-    const total = (m) => m.weights + m.gradients + m.optimizer + m.activations;
+    const total = (m) => m.weights + m.gradients + m.optimizer + m.activations + m.scratch;
     const limit = Math.max(0, ...plans.flatMap(({ plan }) => plan.memory.map((m) => m.limit || 0)));
     const most = Math.max(limit, ...plans.flatMap(({ plan }) => plan.memory.map(total))) * 1.02 || 1;
     const rows = [], stages = Math.max(...plans.map(({ plan }) => plan.stages));

@@ -23,8 +23,8 @@
     const rate = data.measured_step ? samples / data.measured_step : plan.throughput;
     found.push(kpi("Throughput", `${pp.count(rate)} /s`,
       `${data.measured_step ? "measured" : "predicted"}, samples; ${pp.plural(plan.replicas, "replica")}`, "kpi-throughput"));
-    const peak = Math.max(...plan.memory.map((m) => m.weights + m.gradients + m.optimizer + m.activations));
-    found.push(kpi("Memory of the fullest stage", pp.bytes(peak), "weights, gradients, optimizer, activations", "kpi-memory"));
+    const peak = Math.max(...plan.memory.map((m) => m.weights + m.gradients + m.optimizer + m.activations + m.scratch));
+    found.push(kpi("Memory of the fullest stage", pp.bytes(peak), "weights, gradients, optimizer, activations, scratch", "kpi-memory"));
     return h("div", { class: "kpis" }, found);
   }
 
@@ -87,7 +87,7 @@
     const a = data.plan, b = data.compare;
     if (!b) return;
     root.hidden = false;
-    const peak = (plan) => Math.max(...plan.memory.map((m) => m.weights + m.gradients + m.optimizer + m.activations));
+    const peak = (plan) => Math.max(...plan.memory.map((m) => m.weights + m.gradients + m.optimizer + m.activations + m.scratch));
     const sent = (plan) => plan.traffic.reduce((sum, t) => sum + t.forward_bytes + t.backward_bytes, 0);
     const slowest = (plan) => Math.max(...pp.unpackTimeline(plan.timeline).busy);
     const rows = [

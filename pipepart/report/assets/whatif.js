@@ -13,6 +13,7 @@
       forward: times(c.forward), backward_input: times(c.backward_input), backward_weight: times(c.backward_weight),
       backward: times(c.backward), recompute: times(c.recompute), activation: c.activation.map((v) => v * size),
       kept_for_weight: c.kept_for_weight, send_forward: sends(c.send_forward), send_backward: sends(c.send_backward),
+      handling_forward: c.handling_forward.slice(), handling_backward: c.handling_backward.slice(),
       contention: c.contention, reduce: c.reduce.slice(), reduce_tied: c.reduce_tied.slice(),
     });
   };

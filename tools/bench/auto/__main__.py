@@ -1,65 +1,49 @@
-"""`python -m tools.bench.auto [gpt resnet recipe links] [--devices 2] [--batch 32] [--steps 15] [--rounds 2] [--quick]`.
+"""`python -m tools.bench.auto [gpt resnet ... all links memory] [--devices 2] [--batch 32] [--steps 6] [--rounds 3]`.
 
-Every shape is run `rounds` times in turn, so that a slow minute of the machine hits all of them; the least median of the
-rounds counts.
+All shapes of a model live in the same processes and take turns, so that a slow minute of the machine hits all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 
-from tools.bench.auto.models import NAMES, build
-from tools.bench.auto.shapes import Measured, Shape, ddp, pipeline, shapes_for
+from tools.bench.auto.models import NAMES, RECIPES, build, usual_batch
+from tools.bench.auto.shapes import Measured, Shape, shapes_for, side_by_side
 from tools.bench.runtime.processes import on_ranks
 
 
-def automatic(model: str, batch: int, devices: int) -> str:
-    """The plan that auto picks for this machine, as JSON: costs measured here, nothing fixed."""
+def table(model: str, batch: int | None, devices: int, steps: int, rounds: int, full: bool) -> tuple[str, float]:
+    """Measured and predicted of auto, of plain DDP and of every fixed shape; how much slower auto is than the best."""
+    from pipepart.errors import PipepartError
+    from pipepart.graph import capture
     from pipepart.planning import plan
 
+    batch = batch or usual_batch(model)
     module, example = build(model, batch)
-    found = plan(module, example, devices=devices, cost="profile")
-    print(found.describe(), flush=True)
-    return found.to_json(indent=None)
-
-
-def table(model: str, batch: int, devices: int, steps: int, rounds: int, quick: bool) -> str:
-    """Measured and predicted of auto, of plain DDP and of every fixed shape."""
-    from pipepart.planning import Plan
-
-    chosen = automatic(model, batch, devices)
-    mesh = Plan.from_json(chosen)
-    auto = Shape("auto", mesh.stages, mesh.replicas)
-    shapes = shapes_for(devices, (2 * devices,) if quick else (2 * devices, 4 * devices, 8 * devices))
-    shapes = [shape for shape in shapes if shape.replicas <= batch and _count(shape) <= batch // shape.replicas]
-    best: dict[str, Measured] = {}
-
-    def keep(name: str, found: Measured) -> None:
-        if name not in best or found.seconds < best[name].seconds:
-            best[name] = found
-
-    for number in range(rounds):
-        keep("plain DDP", _slowest(on_ranks(devices, ddp, model, batch, steps)))
-        for shape in [auto, *shapes]:
-            given = chosen if shape is auto else None
-            try:
-                keep(shape.name, _slowest(on_ranks(devices, pipeline, model, batch, shape, given, steps)))
-            except RuntimeError as error:
-                best.setdefault(shape.name, Measured(0.0, math.inf, 0.0, str(error).strip().splitlines()[-1][:70]))
-        print(f"round {number + 1} of {rounds} done", flush=True)
-    fastest = min(found.seconds for found in best.values())
+    captured = capture(module, example)
+    auto = plan(captured, example, devices=devices, cost="profile")
+    print(f"{model}: auto is {auto.replicas} x {auto.stages}, {auto.schedule}, m={auto.microbatches}", flush=True)
+    shapes = [Shape("auto", auto.stages, auto.replicas)]
+    for shape in shapes_for(devices, (2 * devices, 4 * devices, 8 * devices) if full else (4 * devices,)):
+        if shape.replicas > batch or int(shape.microbatches) > batch // shape.replicas:
+            continue
+        try:
+            plan(captured, batch_size=batch, cost="analytic", **shape.options)
+        except PipepartError as error:
+            print(f"{model}: {shape.name} is left out: {error}", flush=True)
+            continue
+        shapes.append(shape)
+    found = on_ranks(
+        devices, side_by_side, model, batch, shapes, auto.to_json(indent=None), steps, rounds, timeout=900.0
+    )
+    best = {name: _slowest([ranks[name] for ranks in found]) for name in found[0]}
+    fastest = min(one.seconds for one in best.values())
     lines = [f"{model}, batch {batch}, {devices} devices", _head()]
-    for name in sorted(best, key=lambda name: best[name].seconds):
-        lines.append(_row(name, best[name], batch, fastest))
+    lines += [_row(name, best[name], batch, fastest) for name in sorted(best, key=lambda name: best[name].seconds)]
     gap = best["auto"].seconds / fastest - 1
     lines.append(f"auto is {gap:.1%} slower than the fastest" if gap > 0 else "auto is the fastest")
-    return "\n".join(lines)
-
-
-def _count(shape: Shape) -> int:
-    return 1 if shape.microbatches == "auto" else int(shape.microbatches)
+    return "\n".join(lines), gap
 
 
 def _slowest(found: list[Measured]) -> Measured:
@@ -72,8 +56,6 @@ def _head() -> str:
 
 
 def _row(name: str, found: Measured, batch: int, fastest: float) -> str:
-    if not math.isfinite(found.seconds):
-        return f"{name:28} failed: {found.what}"
     predicted = f"{found.predicted * 1e3:7.1f} ms" if found.predicted else "-"
     error = f"{found.predicted / found.seconds - 1:+.0%}" if found.predicted else "-"
     return (
@@ -84,22 +66,32 @@ def _row(name: str, found: Measured, batch: int, fastest: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.auto", description=__doc__)
-    parser.add_argument("what", nargs="*", default=["recipe"], help=f"{', '.join(NAMES)}, links")
+    parser.add_argument("what", nargs="*", default=["gpt"], help=f"{', '.join(NAMES)}; all (recipes), links, memory")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="one number of micro-batches for the fixed shapes")
+    parser.add_argument("--batch", type=int, help="samples over all replicas; by default the recipe's own batch")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--full", action="store_true", help="three numbers of micro-batches for the fixed shapes")
     given = parser.parse_args()
-    for what in given.what:
+    wanted = [name for what in given.what for name in (RECIPES if what == "all" else (what,))]
+    unknown = [what for what in wanted if what not in (*NAMES, "links", "memory")]
+    if unknown:
+        parser.error(f"{', '.join(unknown)} not known: {', '.join(NAMES)}, all, links, memory")
+    gaps = {}
+    for what in wanted:
         if what == "links":
             from tools.bench.auto.links import links
 
             print(links())
-        elif what in NAMES:
-            print(table(what, given.batch, given.devices, given.steps, given.rounds, given.quick))
-        else:
-            parser.error(f"{what!r} is not known: {', '.join(NAMES)}, links")
+        elif what == "memory":
+            from tools.bench.auto.memory import memory
+
+            print(memory(tuple(name for name in wanted if name in NAMES) or RECIPES, given.batch, given.devices))
+        elif "memory" not in wanted:
+            text, gaps[what] = table(what, given.batch, given.devices, given.steps, given.rounds, given.full)
+            print(text, flush=True)
+    if len(gaps) > 1:
+        print("auto against the fastest: " + ", ".join(f"{name} {gap:+.1%}" for name, gap in gaps.items()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One shape, run on real processes: plain DDP, or a pipeline as asked."""
+"""Shapes, run on real processes: plain DDP, and pipelines as asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tools.bench.auto.models import build
 
-__all__ = ["Measured", "Shape", "ddp", "pipeline", "shapes_for"]
+__all__ = ["Measured", "Shape", "shapes_for", "side_by_side"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,16 @@ class Shape:
     microbatches: int | str = "auto"
     schedule: str = "auto"
     chunks: int | str = "auto"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "stages": self.stages,
+            "replicas": self.replicas,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "chunks": self.chunks,
+        }
 
 
 @dataclass(frozen=True)
@@ -57,52 +67,66 @@ def shapes_for(devices: int, microbatches: tuple[int, ...]) -> list[Shape]:
     return found
 
 
-def pipeline(rank: int, size: int, model: str, batch: int, shape: Shape, plan_json: str | None, steps: int) -> Measured:
-    """Seconds of `Pipeline.step` on this rank. ``batch`` is the batch of all replicas together."""
+def side_by_side(
+    rank: int, size: int, model: str, batch: int, shapes: list[Shape], plan_json: str, steps: int, rounds: int
+) -> dict[str, Measured]:
+    """Seconds of a step of plain DDP and of every shape; all live in the same processes and take turns.
+
+    ``batch`` is the batch of all replicas together; ``plan_json`` is what the shape "auto" runs.
+    """
+    contenders = {"plain DDP": _ddp(model, batch, size)}
+    for shape in shapes:
+        contenders[shape.name] = _pipeline(model, batch, shape, plan_json if shape.name == "auto" else None)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name, contender in contenders.items():
+            times[name] += _timed(contender, steps, 1 if number else 3)
+    return {name: _told(contenders[name], found) for name, found in times.items()}
+
+
+@dataclass(frozen=True)
+class _Contender:
+    step: Callable[[], object]
+    parameters: list[torch.nn.Parameter]
+    predicted: float
+    what: str
+
+
+def _pipeline(model: str, batch: int, shape: Shape, plan_json: str | None) -> _Contender:
     from pipepart import Pipeline, Plan
 
     module, example = build(model, batch // shape.replicas)
-    options: dict[str, Any] = {
-        "stages": shape.stages,
-        "replicas": shape.replicas,
-        "microbatches": shape.microbatches,
-        "schedule": shape.schedule,
-        "chunks": shape.chunks,
-    }
-    if plan_json is not None:
-        options = {"plan": Plan.from_json(plan_json)}
+    options = shape.options if plan_json is None else {"plan": Plan.from_json(plan_json)}
     pipe = Pipeline(module, example, **options)
-    seconds, spread = _timed(lambda: pipe.step(*example), list(pipe.parameters()), steps)
     plan = pipe.plan
     what = f"{plan.replicas} x {plan.stages} {plan.schedule} m={plan.microbatches} v={plan.chunks_per_stage}"
-    return Measured(plan.step_time, seconds, spread, what)
+    return _Contender(lambda: pipe.step(*example), list(pipe.parameters()), plan.step_time, what)
 
 
-def ddp(rank: int, size: int, model: str, batch: int, steps: int) -> Measured:
-    """Seconds of a step under torch's own DistributedDataParallel."""
+def _ddp(model: str, batch: int, size: int) -> _Contender:
+    """Torch's own DistributedDataParallel."""
     from torch.nn.parallel import DistributedDataParallel
 
     module, example = build(model, batch // size)
     wrapped = DistributedDataParallel(module)
-
-    def step() -> None:
-        wrapped(*example).backward()
-
-    seconds, spread = _timed(step, list(module.parameters()), steps)
-    return Measured(0.0, seconds, spread, f"{size} x 1 torch DDP")
+    return _Contender(lambda: wrapped(*example).backward(), list(module.parameters()), 0.0, f"{size} x 1 torch DDP")
 
 
-def _timed(step: Callable[[], object], parameters: list[torch.nn.Parameter], steps: int) -> tuple[float, float]:
-    """Median and spread over steps that start together on all ranks; the first ones warm up."""
+def _timed(contender: _Contender, steps: int, warm: int) -> list[float]:
+    """Steps that start together on all ranks; the first ones warm up."""
     times = []
-    for _ in range(steps + 3):
-        for parameter in parameters:
+    for _ in range(steps + warm):
+        for parameter in contender.parameters:
             parameter.grad = None
         dist.barrier()
         started = time.perf_counter()
-        step()
+        contender.step()
         dist.barrier()
         times.append(time.perf_counter() - started)
-    quarters = statistics.quantiles(times[3:], n=4)
-    middle = statistics.median(times[3:])
-    return middle, (quarters[2] - quarters[0]) / 2 / middle
+    return times[warm:]
+
+
+def _told(contender: _Contender, times: list[float]) -> Measured:
+    quarters = statistics.quantiles(times, n=4)
+    middle = statistics.median(times)
+    return Measured(contender.predicted, middle, (quarters[2] - quarters[0]) / 2 / middle, contender.what)
