@@ -272,15 +272,27 @@ class Pricing:
         return [int(which) for which in np.flatnonzero(np.bincount(parameter, minlength=len(size)) > 1)]
 
     def in_two_halves(self, priced: Priced, chunk_of: Sequence[int] | Ints) -> Priced:
-        """The same split where backwards run in two halves: every layer that is run that way takes a little longer."""
-        if not self.costs[0].split_extra:
-            return priced
-        split = [op.kind == "module" and op.module_class in _SPLIT and bool(op.parameters) for op in self.graph.ops]
-        more = np.where(split, np.asarray(self.costs[0].split_extra), 0.0)
-        extra = np.bincount(np.asarray(chunk_of), weights=more, minlength=len(priced.placement)).tolist()
+        """The same split where backwards run in two halves.
+
+        Every layer that is run that way takes a little longer; of all other ops the gradients of parameters come with
+        those of the inputs. And there is one action more for every backward.
+        """
+        split = np.array([op.kind == "module" and op.module_class in _SPLIT for op in self.graph.ops])
+        costs = self.costs[0]  # of the first device where they differ: what is moved is small
+        longer = np.where(split, np.asarray(costs.split_extra), 0.0) if costs.split_extra else np.zeros(len(split))
+        moved = np.where(split, 0.0, np.asarray(costs.backward_weight))
+
+        def by_chunk(values: Floats) -> list[float]:
+            found: list[float] = np.bincount(np.asarray(chunk_of), weights=values, minlength=count).tolist()
+            return found
+
+        count = len(priced.placement)
+        more, less = by_chunk(longer + moved), by_chunk(moved)
+        start = self.layout.handling.action
         return replace(
             priced,
-            backward_input=tuple(b + e for b, e in zip(priced.backward_input, extra)),
+            backward_input=tuple(b + m for b, m in zip(priced.backward_input, more)),
+            backward_weight=tuple(max(0.0, w - m) + start for w, m in zip(priced.backward_weight, less)),
         )
 
     def _held(self, part_of: Ints, count: int) -> tuple[Floats, Floats]:

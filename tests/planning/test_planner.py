@@ -12,6 +12,7 @@ from planning_samples import chain, random_graph, sample_costs, sizes_of
 from pipepart.errors import PlanError, ScheduleError
 from pipepart.graph import OpGraph
 from pipepart.planning import Layout, Plan, Request, auto_microbatches, check_request, make_plan
+from pipepart.planning.layout import Handling
 from pipepart.planning.moves import Mover
 from pipepart.planning.pricing import Pricing
 from pipepart.planning.request import recipes
@@ -100,6 +101,8 @@ def test_a_chain_gets_the_best_of_all_its_splits(schedule: str) -> None:
     for first, second in itertools.combinations(range(1, 9), 2):
         inner = [(i >= first) + (i >= second) for i in range(9)]
         priced = pricing.price([0, *inner, 2], (0, 1, 2))
+        if plan.make_schedule().splits_backward:
+            priced = pricing.in_two_halves(priced, [0, *inner, 2])
         steps.append(step_time(plan.make_schedule(), priced.costs((False,) * 3), priced.edges))
     assert plan.step_time == pytest.approx(min(steps), rel=1e-5)
 
@@ -203,6 +206,19 @@ def test_requests_are_checked_before_anything_is_measured() -> None:
         check_request("auto", recompute="full")
     assert auto_microbatches(1, 32) == 1
     assert auto_microbatches(4, 8) == 8
+
+
+def test_what_is_no_layer_makes_its_weight_gradients_at_once() -> None:
+    graph = chain(6)
+    ops = [dataclasses.replace(op, module_class="Experts") if i in (2, 3) else op for i, op in enumerate(graph.ops)]
+    graph = OpGraph(tuple(ops), graph.edges, (), graph.hash)
+    costs = sample_costs(graph, 1)
+    pricing = Pricing(graph, (costs,), sizes_of(graph), Layout.uniform(2, 1, handling=Handling()))
+    whole = pricing.price([0, 0, 0, 0, 1, 1, 1, 1], (0, 1))
+    halves = pricing.in_two_halves(whole, [0, 0, 0, 0, 1, 1, 1, 1])
+    at_once = costs.backward_weight[2] + costs.backward_weight[3]
+    assert halves.backward_input == pytest.approx((whole.backward_input[0] + at_once, whole.backward_input[1]))
+    assert halves.backward_weight == pytest.approx((whole.backward_weight[0] - at_once, whole.backward_weight[1]))
 
 
 def test_a_matrix_on_two_stages_is_summed_at_the_end() -> None:
