@@ -20,7 +20,7 @@ from pipepart.cost.profile import Context, profile, whole_step
 
 __all__ = ["cache_folder", "profiled"]
 
-_VERSION = 6
+_VERSION = 7
 """Of what a measurement means: older ones are measured again."""
 
 _TOLERANCE = 0.15
@@ -47,18 +47,20 @@ def profiled(
     """`profile`, or what it gave before for the same graph, shapes, `variant` (of precision), device and threads.
 
     With `agree`, what was kept is held against a few steps of now: measured on a busy machine, it would lead to a bad
-    plan for ever. `agree` gets whether it still holds here, and says whether it shall be used (on all ranks or on none).
+    plan for ever. Where it holds, the shares of the ops are those that were kept, and the whole is that of now. `agree`
+    gets whether it holds here, and says whether it shall be used (on all ranks or on none).
     """
     path = cache_folder() / "profiles" / f"{_key(recording, leaves, variant)}.json"
     if use_cache:
         found = _read(path)
         if found is not None and found.names != tuple(node.name for node in recording.ops):
             found = None
-        good = found is not None
+        good, now = found is not None, 0.0
         if agree is not None:
-            good = agree(found is not None and _holds(found, sum(whole_step(recording, leaves, context))))
+            now = sum(whole_step(recording, leaves, context)) if found is not None else 0.0
+            good = agree(found is not None and _holds(found, now))
         if good and found is not None:
-            return found
+            return found.faster(_step(found) / now) if now and _step(found) else found
     costs = profile(recording, leaves, context)
     if use_cache:
         _write(path, costs)
@@ -66,8 +68,11 @@ def profiled(
 
 
 def _holds(kept: OpCosts, now: float) -> bool:
-    then = sum(kept.forward) + sum(kept.backward_input) + sum(kept.backward_weight)
-    return abs(then - now) <= _TOLERANCE * now + _NOISE
+    return abs(_step(kept) - now) <= _TOLERANCE * now + _NOISE
+
+
+def _step(costs: OpCosts) -> float:
+    return sum(costs.forward) + sum(costs.backward_input) + sum(costs.backward_weight)
 
 
 def _key(recording: Recording, leaves: Sequence[Any], variant: str) -> str:

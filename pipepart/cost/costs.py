@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipepart.errors import PlanError
 
@@ -49,6 +49,16 @@ class OpCosts:
     def backward(self) -> tuple[float, ...]:
         """Time of the whole backward of each op: the input part and the weight part."""
         return tuple(i + w for i, w in zip(self.backward_input, self.backward_weight))
+
+    def faster(self, factor: float) -> OpCosts:
+        """The costs on a device that is so many times faster."""
+        return replace(
+            self,
+            forward=tuple(t / factor for t in self.forward),
+            backward_input=tuple(t / factor for t in self.backward_input),
+            backward_weight=tuple(t / factor for t in self.backward_weight),
+            split_extra=tuple(t / factor for t in self.split_extra),
+        )
 
     def __len__(self) -> int:
         return len(self.names)

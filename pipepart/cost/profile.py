@@ -22,9 +22,9 @@ __all__ = ["profile", "whole_step"]
 _REPEATS = (3, 15)  # of one kind of op: at least, at most
 _AGAIN = 2  # of a further op of a kind that was measured before
 _BUDGET = 0.02  # seconds per kind of op and direction
-_STEPS = (5, 20)  # of the whole step: at least, at most
-_FEW_STEPS = (3, 10)  # to see whether what was measured before still holds
-_STEP_BUDGET = 1.0  # seconds for the whole step
+_STEPS = (5, 100)  # of the whole step: at least, at most
+_FEW_STEPS = (3, 50)  # to see whether what was measured before still holds
+_STEP_BUDGET = 1.5  # seconds for the whole step; a machine is faster in one moment and slower in the next
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -255,8 +255,11 @@ def _typical(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 
-def _median(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds) if seconds else 0.0
+def _mean(seconds: Sequence[float]) -> float:
+    """Without the longest twentieth. What disturbs a run is in its steps, each of which is a sum of many actions: they
+    take what the mean says, while the share of an op is best told without disturbance."""
+    kept = sorted(seconds)[: max(1, len(seconds) - -(-len(seconds) // 20))]
+    return statistics.fmean(kept) if kept else 0.0
 
 
 def _now() -> float:
@@ -297,7 +300,7 @@ def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = n
     """Seconds of the forward and of the backward of one micro-batch, measured quickly."""
     with _state_kept(recording.root):
         module = recording.graph_module()
-        return _whole_step(module, leaves, recording.loss_index, context, _FEW_STEPS, _STEP_BUDGET / 4)
+        return _whole_step(module, leaves, recording.loss_index, context, _FEW_STEPS, _STEP_BUDGET / 2)
 
 
 def _whole_step(
@@ -325,9 +328,8 @@ def _whole_step(
             torch.autograd.backward(outputs[loss_index], inputs=parameters)
             backward.append(_now() - started)
         del outputs
-    # The first one warms up: it allocates what the others use again. Of the rest the median counts, since that is what a
-    # run will see: the share of each op is best told without disturbance, the time of a step is not.
-    return _median(forward[1:]), _median(backward[1:])
+    # The first one warms up: it allocates what the others use again.
+    return _mean(forward[1:]), _mean(backward[1:])
 
 
 class _Two(torch.autograd.Function):
