@@ -102,6 +102,7 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
     import lightning as L
 
     from pipepart.cli.fit import build_recipe
+    from pipepart.strategy.effects import watched
 
     L.seed_everything(int(config["seed"]), verbose=False)
     module, data = build_recipe(config)
@@ -112,7 +113,10 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
         raise ConfigError("data: the training loader gives no batch; planning needs one to know the shapes")
     example, _ = example_microbatch(batch, options, mesh)
     module.train()
-    return _Step(record_step(module, "training_step", example), (example,), {}, batch_size_of(tree_leaves(batch)))
+    with watched(module, "training_step") as finish:  # as the strategy records it: the plan is for its runs
+        recording = record_step(module, "training_step", example)
+    finish(recording)
+    return _Step(recording, (example,), {}, batch_size_of(tree_leaves(batch)))
 
 
 def _callable(name: str, options: Options, mesh: Mesh) -> _Step:

@@ -15,6 +15,7 @@ import pytest
 from cli_programs import PATIENCE, end, gone, train_trouble, trouble_folder
 
 from pipepart.cli.main import main
+from pipepart.planning import Plan
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,21 @@ def test_killed_and_interrupted_runs_leave_nothing_behind(programs, how: str) ->
     assert ("rank 1 was ended by SIGKILL" if how == "killed" else "stopped by SIGINT") in output
     assert "Traceback" not in output
     assert gone(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_plan_from_the_command_line_can_be_trained_with(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["recipe=mlp", "model.width=16"]
+    assert main(["plan", *small, "strategy.stages=2", "strategy.schedule=gpipe", "-o", "plan.json"]) == 0
+    short = ["logger=none", "callbacks=none", "trainer.max_steps=2", "trainer.limit_val_batches=0"]
+    words = ["train", *small, "strategy.plan=plan.json", *short]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipepart.cli", *words], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Plan.load("outputs/latest/plan.json") == Plan.load("plan.json")
 
 
 @pytest.mark.slow
