@@ -1,4 +1,4 @@
-"""`python -m tools.bench.auto [gpt resnet ... all links memory] [--devices 2] [--batch 32] [--steps 6] [--rounds 3]`.
+"""`python -m tools.bench.auto [gpt resnet ... all links memory] [--devices 2] [--batch 32] [--steps 1] [--rounds 16]`.
 
 All shapes of a model live in the same processes and take turns, so that a slow minute of the machine hits all of them.
 """
@@ -69,8 +69,8 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["gpt"], help=f"{', '.join(NAMES)}; all (recipes), links, memory")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--batch", type=int, help="samples over all replicas; by default the recipe's own batch")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--full", action="store_true", help="three numbers of micro-batches for the fixed shapes")
     given = parser.parse_args()
     wanted = [name for what in given.what for name in (RECIPES if what == "all" else (what,))]

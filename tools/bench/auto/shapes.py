@@ -108,8 +108,15 @@ def _ddp(model: str, batch: int, size: int) -> _Contender:
     from torch.nn.parallel import DistributedDataParallel
 
     module, example = build(model, batch // size)
-    wrapped = DistributedDataParallel(module)
+    module(*example).backward()
+    idle = any(p.requires_grad and p.grad is None for p in module.parameters())  # as with experts that nobody chose
+    wrapped = DistributedDataParallel(module, find_unused_parameters=idle or _may_be_idle(module))
     return _Contender(lambda: wrapped(*example).backward(), list(module.parameters()), 0.0, f"{size} x 1 torch DDP")
+
+
+def _may_be_idle(module: torch.nn.Module) -> bool:
+    """Models that choose their experts by the data use others with every batch."""
+    return any("expert" in name for name, _ in module.named_parameters())
 
 
 def _timed(contender: _Contender, steps: int, warm: int) -> list[float]:
