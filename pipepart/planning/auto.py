@@ -268,7 +268,7 @@ def _bubble(recipe: Recipe, p: int, m: int, f: float, i: float, w: float) -> tup
         "zb_h2": (gap * max(f + i - 2 * w, 0.0), float(min(m, 2 * p - 1))),
         "zb_v": (gap * f / 2, float(min(m, p))),
     }
-    return kinds[recipe.schedule]
+    return kinds.get(recipe.schedule, kinds["1f1b"])  # of a schedule from a file only the simulation knows more
 
 
 def _divided(devices: int, by: int, name: str) -> int:

@@ -19,6 +19,7 @@ from pipepart.planning.auto import Wish, search
 from pipepart.planning.plan import Plan
 from pipepart.planning.request import Request, check_request
 from pipepart.planning.sources import Analytic, Costs, Given, Profiled, batch_of
+from pipepart.schedule import read_csv
 
 __all__ = ["plan"]
 
@@ -62,6 +63,10 @@ def plan(
     runs under, and its name.
     """
     check_request(schedule, microbatches, stages, recompute)
+    if schedule.endswith(".csv"):  # it says for how many stages and micro-batches it is
+        written = read_csv(schedule)
+        stages = written.stages if stages == "auto" else stages
+        microbatches = written.microbatches if microbatches == "auto" else microbatches
     recording, graph = _recorded(captured_or_module, args, kwargs)
     where = _cluster(cluster, devices, stages, replicas)
     captured_batch = batch_of(recording)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,18 +89,16 @@ def agree_on_plan(
     graph = op_graph(recording)
     costs: OpCosts | None = None
     cuts: list[Cut] = []
+    agree = partial(_all, groups=groups)
     with guarded(groups):
         plan = options.plan
         if plan is None and any(parameter.is_meta for parameter in recording.root.parameters()):
             costs = _computed(graph, groups)
         elif plan is None:
             # All ranks measure at the same time, so that what they take from each other when they run is in the costs.
-            costs = profiled(
-                recording, leaves, context, f"{variant} x{processes_on_this_host()}", agree=lambda ok: _all(ok, groups)
-            )
+            costs = profiled(recording, leaves, context, f"{variant} x{processes_on_this_host()}", agree=agree)
             cuts = [Cut(len(usual), usual.sizes[0], costs)]
             if options.microbatches == "auto" and not options.schedule.endswith(".csv"):
-                agree = lambda ok: _all(ok, groups)  # noqa: E731
                 cuts = measured_cuts(cuts[0], recording, leaves, usual.batch_size, mesh.stages, context, agree)
         if costs is not None and (groups is None or groups.rank == 0):
             cuts = cuts or [Cut(len(usual), usual.sizes[0], costs)]

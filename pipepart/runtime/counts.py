@@ -48,7 +48,7 @@ def measured_cuts(
 ) -> list[Cut]:
     """The usual cut first, then others with their costs. All ranks measure at the same time."""
     found = [usual]
-    if stages == 1 or changes_results(recording):
+    if stages == 1 or _changes_results(recording):
         return found
     for each in _PER_STAGE:
         size = -(-batch_size // min(batch_size, each * stages))
@@ -64,7 +64,7 @@ def measured_cuts(
     return found
 
 
-def changes_results(recording: Recording) -> bool:
+def _changes_results(recording: Recording) -> bool:
     """Whether the model learns something else from micro-batches of another size: then no stopwatch may choose it."""
     return any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in recording.root.modules())
 

@@ -1,6 +1,7 @@
 """`plan`: any cluster, no process, everything auto."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pipepart.graph import capture
 from pipepart.planning import Plan, Request, make_plan, plan
 from pipepart.planning.layout import Layout
 from pipepart.planning.sources import resized, scaled
-from pipepart.schedule import validate
+from pipepart.schedule import make_schedule, to_csv, validate
 
 
 class Net(nn.Module):
@@ -77,6 +78,14 @@ def test_a_batch_of_each_replica_is_planned_for_samples_per_second() -> None:
         fixed = plan(captured, cluster=cluster(), batch_size=16, each_replica=True, stages=stages, replicas=replicas)
         assert fixed.batch_size >= 16
         assert rate(found) >= rate(fixed) / 1.021, (stages, replicas)
+
+
+def test_a_schedule_from_a_file_says_its_stages_and_microbatches(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(to_csv(make_schedule("gpipe", stages=2, microbatches=4)))
+    found = plan(Net(), example(), cluster=cluster(), batch_size=64, schedule=str(path))
+    assert (found.stages, found.replicas, found.microbatches) == (2, 2, 4)
+    assert found.make_schedule().actions == make_schedule("gpipe", stages=2, microbatches=4).actions
 
 
 def test_a_fast_network_makes_replicas_and_a_slow_one_makes_stages() -> None:
