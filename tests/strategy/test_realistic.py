@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,19 +11,27 @@ from realistic import MICRO_STATISTICS, MODULES, build
 from support.ranks import run_ranks
 from watching import MicrobatchesByHand, assert_same_run, assert_same_state, run_fit
 
-from pipepart import PipelineStrategy
+from pipepart import PipelineStrategy, Plan
 
 MICROBATCHES = 3
 
 
-def _pipelines(names: list[str], stages: int, devices: int) -> dict[str, Any]:
+def _pipelines(names: list[str], stages: int, devices: int, plans: dict[str, Plan] | None = None) -> dict[str, Any]:
     found = {}
     for name in names:
         module, train, val = build(name)
-        strategy = PipelineStrategy(stages=stages, microbatches=MICROBATCHES)
+        given = {"plan": plans[name]} if plans else {"stages": stages, "microbatches": MICROBATCHES}
+        strategy = PipelineStrategy(**given)
         found[name] = run_fit(module, train, val, strategy, devices)
         found[name]["epoch_values"] = getattr(module, "epoch_values", None)
+        found[name]["plan"] = strategy.plan
     return found
+
+
+@cache
+def _one_replica(stages: int) -> list[dict[str, Any]]:
+    """Every module on so many stages, each with a plan of its own."""
+    return run_ranks(stages, _pipelines, list(MODULES), stages, stages, timeout=170)
 
 
 _references: dict[str, Any] = {}
@@ -56,8 +66,13 @@ def _check(name: str, answers: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(("stages", "devices"), [(2, 2), (3, 3), (2, 4), (3, 6)])
 @pytest.mark.slow
 def test_equal_to_one_device(stages: int, devices: int) -> None:
-    answers = run_ranks(devices, _pipelines, list(MODULES), stages, devices, timeout=170)
+    """Replicas take the plans of one of them: its stages are the same, and it is measured once."""
+    answers, replicas = _one_replica(stages), devices // stages
+    if replicas > 1:
+        plans = {name: dataclasses.replace(answers[0][name]["plan"], replicas=replicas) for name in MODULES}
+        answers = run_ranks(devices, _pipelines, list(MODULES), stages, devices, plans, timeout=170)
     for name in MODULES:
+        assert answers[0][name]["plan"].replicas == replicas, name
         _check(name, answers)
 
 

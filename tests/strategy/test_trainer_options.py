@@ -129,13 +129,19 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def _optimizers(names: list[str], pipeline: bool, devices: int, folder: str) -> dict[str, Any]:
-    found = {}
+    found, plan = {}, None
     for name in names:
         module, train, _ = build("warm_up")
         module.configure_optimizers = lambda module=module, name=name: OPTIMIZERS[name](module.parameters())
-        chosen = PipelineStrategy(stages=2, microbatches=3) if pipeline else "auto"
+        if not pipeline:
+            chosen: Any = "auto"
+        elif plan is None:
+            chosen = PipelineStrategy(stages=2, microbatches=3)
+        else:
+            chosen = PipelineStrategy(plan=plan)  # the same model: it is measured once
         trainer = L.Trainer(strategy=chosen, devices=devices, max_epochs=2, **QUIET)
         trainer.fit(module, train)
+        plan = chosen.plan if pipeline else None
         trainer.save_checkpoint(f"{folder}/{name}-{pipeline}.ckpt")
         found[name] = trainer.global_step
     return found
