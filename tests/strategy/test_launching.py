@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,10 @@ if __name__ == "__main__":
     data = DataLoader(TensorDataset(torch.randn(40, 16)), batch_size=8, shuffle=True, num_workers=1)
     slowly = "--slowly" in sys.argv
     shape = {"devices": 1, "num_nodes": 2} if "--nodes" in sys.argv else {"devices": 2}
+    # By name, all is left to the plan; with micro-batches given, two runs can be compared to the last bit.
+    strategy = "pipepart" if slowly or "--nodes" in sys.argv else pipepart.PipelineStrategy(microbatches=4)
     trainer = L.Trainer(
-        strategy="pipepart", accelerator="cpu", max_epochs=500 if slowly else 2, logger=False,
+        strategy=strategy, accelerator="cpu", max_epochs=500 if slowly else 2, logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
         callbacks=[ModelCheckpoint(folder, filename="{epoch}")], **shape,
     )
@@ -76,13 +79,22 @@ def _environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
-def _start(folder: Path, *more: str, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
+def _start(
+    folder: Path, *more: str, launcher: tuple[str, ...] = (), start_new_session: bool = False, **variables: str
+) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, *launcher, str(script), str(folder), *more]
     environment = {**_environment(), **variables}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=start_new_session,
+    )
 
 
 def _runs(pid: int) -> bool:
@@ -96,8 +108,9 @@ def _runs(pid: int) -> bool:
 def test_script_and_torchrun_give_the_same(tmp_path) -> None:
     """`python script.py` starts the other process itself; `torchrun` has started both. With dataloader workers."""
     elastic = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    for name, launcher in (("plain", ()), ("torchrun", elastic)):
-        program = _start(tmp_path / name, launcher=launcher)
+    launchers: dict[str, tuple[str, ...]] = {"plain": (), "torchrun": elastic}
+    programs = [_start(tmp_path / name, launcher=launcher) for name, launcher in launchers.items()]
+    for program in programs:
         text, _ = program.communicate(timeout=150)
         assert program.returncode == 0, text
         assert "1 replica(s) x 2 stage(s)" in text, text
@@ -125,11 +138,23 @@ def test_two_nodes_under_slurm(tmp_path) -> None:
     assert torch.load(tmp_path / "loss-0") == torch.load(tmp_path / "loss-1")
 
 
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[Path, subprocess.Popen[str]]]]:
+    """Two runs that go on until they are told to stop, started at the same time: most of that is importing."""
+    folders = [tmp_path_factory.mktemp(f"told-{rank}") for rank in range(2)]
+    found = [(folder, _start(folder, "--slowly", start_new_session=True)) for folder in folders]
+    yield found
+    for _, program in found:
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [0, 1])
-def test_sigterm_finishes_the_step_saves_and_ends_all_ranks(tmp_path, told: int) -> None:
+def test_sigterm_finishes_the_step_saves_and_ends_all_ranks(endless, told: int) -> None:
     """The main process passes it on to the others; a scheduler may as well tell one of the others only."""
-    program = _start(tmp_path, "--slowly")
+    tmp_path, program = endless[told]
     note = tmp_path / f"step-{told}"
     deadline = time.monotonic() + 120
     while not note.exists() or int(note.read_text().split()[0]) < 3:
