@@ -8,7 +8,10 @@ import sys
 import textwrap
 import time
 import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,19 +95,31 @@ def _check(result: subprocess.CompletedProcess[str], ended: float, left: list[in
         assert cause in output, output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "failure", "cause"), [(1, RAISE, CAUSE), (0, KILL, None)])
-def test_trainer_script(tmp_path: Path, rank: int, failure: str, cause: str | None) -> None:
-    """A user's own script, started by Lightning's launcher."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(TRAINER).format(rank=rank, failure=failure))
-    _check(*_run([sys.executable, str(script)]), cause)
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+JOBS: dict[str, tuple[str, list[str], int, str, str | None]] = {
+    "script raises": (TRAINER, [], 1, RAISE, CAUSE),
+    "script killed": (TRAINER, [], 0, KILL, None),
+    "torchrun raises": (PLAIN, TORCHRUN, 0, RAISE, CAUSE),
+    "torchrun killed": (PLAIN, TORCHRUN, 1, KILL, None),
+}
+"""Name -> program, launcher, the rank that fails, how, and what must be said."""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
+    """All of them, two at a time: most of what they do is to import libraries, one process after the other."""
+    with ThreadPoolExecutor(2) as threads:
+        found = {}
+        for name, (program, launcher, rank, failure, _) in JOBS.items():
+            script = tmp_path_factory.mktemp("job") / "train.py"
+            script.write_text(textwrap.dedent(program).format(rank=rank, failure=failure))
+            found[name] = threads.submit(_run, [sys.executable, *launcher, str(script)])
+        yield found
+        threads.shutdown(cancel_futures=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "failure", "cause"), [(0, RAISE, CAUSE), (1, KILL, None)])
-def test_plain_loop_under_torchrun(tmp_path: Path, rank: int, failure: str, cause: str | None) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(PLAIN).format(rank=rank, failure=failure))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    _check(*_run(command), cause)
+@pytest.mark.parametrize("name", JOBS)
+def test_all_processes_end_with_the_cause(jobs: dict[str, Future[Any]], name: str) -> None:
+    """A user's own script, started by Lightning's launcher, and a plain loop under torchrun."""
+    _check(*jobs[name].result(), JOBS[name][-1])
