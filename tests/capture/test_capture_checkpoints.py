@@ -90,7 +90,10 @@ def check(model, args, other):
     return recording, module
 
 
-@pytest.mark.parametrize("how", [reentrant, non_reentrant, nested, in_lower_precision])
+@pytest.mark.parametrize(
+    "how",
+    [reentrant, non_reentrant, *(pytest.param(way, marks=pytest.mark.slow) for way in (nested, in_lower_precision))],
+)
 def test_memory_gradients_and_random_numbers_are_those_of_the_model(how):
     model = Net(how)
     recording, module = check(model, example(), example(96))

@@ -59,6 +59,7 @@ def test_the_variables_of_submitit_are_those_that_it_sets() -> None:
     assert _NAMES["SUBMITIT_LOCAL_GLOBALID"] == tuple(local[name] for name in order)
 
 
+@pytest.mark.slow
 def test_slurm_gets_one_task_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words = ["launcher=slurm", "launcher.nodes=2", "devices=8", "hydra.launcher.partition=gpu"]

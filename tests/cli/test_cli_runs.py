@@ -163,6 +163,7 @@ def test_help_lists_and_unknown_words_need_no_library() -> None:
     assert done.stdout.splitlines()[-1].startswith("[0, 2, 0, 2, 2] []"), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_public_names_are_there_whatever_is_imported_first() -> None:
     """Also the function `capture` beside the package of that name, and the strategy's name once Lightning is there."""
     code = (

@@ -39,7 +39,10 @@ def _recipe_with(group: str, option: str) -> str:
 
 
 @pytest.mark.parametrize("recipe", group_options("recipe"))
-@pytest.mark.parametrize("strategy", group_options("strategy"))
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[] if name == "hybrid" else [pytest.mark.slow]) for name in group_options("strategy")],
+)
 def test_every_recipe_resolves_for_every_strategy(recipe: str, strategy: str) -> None:
     config = checked(compose_config([f"recipe={recipe}", f"strategy={strategy}"]))
     config["devices"] = resolve_devices(config)

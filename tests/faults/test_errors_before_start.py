@@ -76,6 +76,7 @@ def _too_many_stages():
     Pipeline(Tiny(), (torch.randn(8, 4),), stages=4, microbatches=4)
 
 
+@pytest.mark.slow
 def test_more_stages_than_the_model_can_be_cut_into() -> None:
     with pytest.raises(RanksFailed, match=r"PartitionError.*4"):
         run_ranks(4, _too_many_stages)

@@ -103,7 +103,7 @@ def labels_that_collide(page: Any) -> list[str]:
     ("kind", "theme"),
     [
         ("full", "light"),
-        ("full", "dark"),  # themes differ in colours only
+        pytest.param("full", "dark", marks=pytest.mark.slow),  # themes differ in colours only
         *(pytest.param(kind, "light", marks=pytest.mark.slow) for kind in ("both", "alone", "split", "nasty", "one")),
     ],
 )
@@ -119,6 +119,7 @@ def test_loads_in_both_themes_and_sizes_with_no_label_hidden(browser, pages, kin
             assert labels_that_collide(page) == []
 
 
+@pytest.mark.slow
 def test_the_check_for_collisions_finds_one(browser, pages):
     with Opened(browser, pages["full"]) as page:
         page.evaluate(
@@ -264,6 +265,7 @@ def pinch(page: Any, selector: str, apart: tuple[float, float]) -> None:
     fingers("touchEnd", None)
 
 
+@pytest.mark.slow
 def test_pinch_zooms_chart_and_graph(browser, pages):
     with Opened(browser, pages["full"], 400, touch=True) as page:
         seen = lambda: page.evaluate("pipepart.mainGantt.to - pipepart.mainGantt.from")  # noqa: E731
@@ -282,7 +284,11 @@ def test_pinch_zooms_chart_and_graph(browser, pages):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "microbatches", "slack"), [("gpipe", 8, 0), ("1f1b", 12, 3), ("zb_h1", 16, 0), ("zb_h2", 5, 0)]
+    ("schedule", "microbatches", "slack"),
+    [
+        ("1f1b", 12, 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpipe", 8, 0), ("zb_h1", 16, 0), ("zb_h2", 5, 0))),
+    ],
 )
 def test_what_if_says_what_python_says(browser, pages, schedule, microbatches, slack):
     plan = sample_plan(4, graph=gpt_graph(6))
@@ -319,6 +325,7 @@ def test_what_if_controls(browser, pages):
         assert page.input_value("#whatif-schedule") == "zb_h1"
 
 
+@pytest.mark.slow
 def test_two_plans_side_by_side(browser, pages):
     with Opened(browser, pages["both"]) as page:
         assert page.locator("#compare").is_visible()
@@ -341,6 +348,7 @@ def test_names_are_shown_as_text(browser, pages):
         assert NASTY in page.inner_text("#graph .details")
 
 
+@pytest.mark.slow
 def test_theme_switch_changes_colours(browser, pages):
     with Opened(browser, pages["full"]) as page:
         colour = lambda: page.evaluate("getComputedStyle(document.body).backgroundColor")  # noqa: E731
@@ -350,6 +358,7 @@ def test_theme_switch_changes_colours(browser, pages):
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
+@pytest.mark.slow
 def test_chunk_in_overview_leads_to_the_graph(browser, pages):
     with Opened(browser, pages["full"]) as page:
         page.click('#overview .chunk[data-chunk="2"]')
@@ -376,6 +385,7 @@ def test_large_graph_keeps_the_page_small(browser, tmp_path):
         assert actions == 2 * 16 * 64
 
 
+@pytest.mark.slow
 def test_flat_graph_is_bundled(browser, tmp_path):
     """A graph without modules: neighbours become bundles, so that no picture has thousands of boxes."""
     graph = gpt_graph(100)

@@ -35,6 +35,7 @@ JOB = """
 """
 
 
+@pytest.mark.slow
 def test_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(JOB))

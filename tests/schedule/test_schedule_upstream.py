@@ -102,7 +102,7 @@ def compare_with_torch(theirs, ours, ratio, sizes):
     assert compared >= 20
 
 
-@pytest.mark.parametrize(("theirs", "ours"), PAIRS)
+@pytest.mark.parametrize(("theirs", "ours"), PAIRS[1:])  # both, and more sizes, below
 def test_ours_are_not_slower_and_need_no_more_memory(theirs, ours):
     compare_with_torch(theirs, ours, RATIOS[0], SIZES)
 

@@ -89,6 +89,7 @@ def _sharded(shape: str, folder: str) -> list[Any]:
     return [first, again, resumed]
 
 
+@pytest.mark.slow
 def test_sharded_checkpoint_resumes_at_another_shape_and_becomes_plain(tmp_path) -> None:
     *_, resumed = _on("2x1", _sharded, str(tmp_path))
     whole = _run("1", str(tmp_path), 2, None, None)
@@ -303,6 +304,7 @@ def _unwritable(shape: str, folder: str) -> str:
     return "nothing raised"
 
 
+@pytest.mark.slow
 def test_all_ranks_raise_what_one_found(tmp_path) -> None:
     for text in run_ranks(2, _damaged_resume, "2x1", str(tmp_path)):
         assert "a.ckpt is damaged: its content is not what was written" in text

@@ -253,6 +253,7 @@ def _callbacks(pipeline: bool, devices: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_callbacks(tmp_path) -> None:
     """Checkpoints by a monitor, early stopping, learning rates, device statistics, summaries, the best one validated."""
     expected = _callbacks(False, 1, str(tmp_path / "one"))
@@ -376,6 +377,7 @@ def _close(got: Any, wanted: Any) -> None:
         assert torch.allclose(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_validate_test_predict_without_fit() -> None:
     expected = _evaluations(False, 1)
     for answer in run_ranks(2, _evaluations, True, 2):

@@ -87,7 +87,7 @@ def test_every_schedule_on_every_shape(stages: int, replicas: int, name: str) ->
     assert sum(answers) >= trainable * len(ways) * replicas
 
 
-@pytest.mark.parametrize("name", ["gpt", "mixed"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_two_by_two(name: str) -> None:
     """The quick part of it."""
     assert all(run_ranks(4, _compare, name, 2, 2, [("1f1b", False), ("1f1b", True)]))
@@ -137,6 +137,7 @@ def _from_file(path: str) -> list[str]:
     return [str(action) for action in pipe.plan.make_schedule().actions[0]]
 
 
+@pytest.mark.slow
 def test_a_schedule_written_by_hand_in_a_file(tmp_path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0F1,0F2,0B0,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1F2,1B1,1B2,1F3,1B3\n")
