@@ -105,7 +105,8 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
         "stages": plan.stages,
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
-        "predicted_step": plan.step_time,
+        "predicted_step": plan.predicted,
+        "simulated_step": plan.step_time,
     }
     measured = None
     if strategy.step_times:

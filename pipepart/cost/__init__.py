@@ -2,6 +2,6 @@
 
 from pipepart.cost.cache import cache_folder, profiled
 from pipepart.cost.costs import OpCosts
-from pipepart.cost.profile import profile, whole_step
+from pipepart.cost.profile import profile, state_kept, whole_step
 
-__all__ = ["OpCosts", "cache_folder", "profile", "profiled", "whole_step"]
+__all__ = ["OpCosts", "cache_folder", "profile", "profiled", "state_kept", "whole_step"]

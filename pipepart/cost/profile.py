@@ -17,7 +17,7 @@ from torch import fx, nn
 from pipepart.capture import Recording
 from pipepart.cost.costs import OpCosts
 
-__all__ = ["profile", "whole_step"]
+__all__ = ["profile", "state_kept", "whole_step"]
 
 _REPEATS = (3, 15)  # of one kind of op: at least, at most
 _AGAIN = 2  # of a further op of a kind that was measured before
@@ -41,7 +41,7 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
     """
     module = recording.graph_module()
     leaves = [_own_memory(leaf) for leaf in leaves]
-    with _state_kept(recording.root):  # gradients are added up as in a step of several micro-batches
+    with state_kept(recording.root):  # gradients are added up as in a step of several micro-batches
         single = _OpProfiler(module, context)
         single.run(*leaves)
         single.settle()
@@ -298,7 +298,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> tuple[float, float]:
     """Seconds of the forward and of the backward of one micro-batch, measured quickly."""
-    with _state_kept(recording.root):
+    with state_kept(recording.root):
         module = recording.graph_module()
         return _whole_step(module, leaves, recording.loss_index, context, _FEW_STEPS, _STEP_BUDGET / 2)
 
@@ -369,7 +369,7 @@ def _scale(whole: float, parts: Iterator[float] | Any) -> float:
 
 
 @contextmanager
-def _state_kept(root: nn.Module) -> Iterator[None]:
+def state_kept(root: nn.Module) -> Iterator[None]:
     """Buffers, gradients and the random state are as before, whatever the ops did."""
     gradients = [(parameter, parameter.grad) for parameter in root.parameters()]
     for parameter, _ in gradients:

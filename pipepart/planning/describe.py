@@ -79,6 +79,7 @@ def _summary(plan: Plan) -> list[str]:
         + (f", slack {plan.slack}" if plan.slack else ""),
         f"predicted  step {format_seconds(plan.step_time)}, bubble {plan.bubble:.1%}"
         + (f", {samples / plan.step_time:.0f} samples/s" if plan.step_time else ""),
+        *_rehearsal(plan, samples),
         f"bound      with {plan.stages} stage(s) and {plan.microbatches} micro-batches nothing is faster than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.1%})",
         f"split      {quality}; costs: {plan.cost_source}; {plan.method}",
@@ -96,6 +97,15 @@ def _summary(plan: Plan) -> list[str]:
         named = ", ".join(f"{t.source}>{t.target} {format_bytes(t.forward_bytes)}" for t in skips)
         lines.append(f"skips      {named}")
     return lines
+
+
+def _rehearsal(plan: Plan, samples: int) -> list[str]:
+    if not plan.rehearsed:
+        return []
+    longer = plan.rehearsed / plan.step_time - 1 if plan.step_time else 0.0
+    return [
+        f"rehearsed  step {format_seconds(plan.rehearsed)} ({longer:+.0%}), {samples / plan.rehearsed:.0f} samples/s"
+    ]
 
 
 def _stage_memory(plan: Plan, stage: int) -> str:

@@ -130,6 +130,8 @@ class Plan:
     """What stages have in common, in the order in which it is summed."""
     actions: str = ""
     """The action lists of a schedule that has no name (it came from a file), in the CSV format of torch."""
+    rehearsed: float | None = None
+    """Seconds that a step took when the plan was tried out on the devices that run it; None: it was not."""
     version: int = VERSION
 
     @property
@@ -147,8 +149,13 @@ class Plan:
 
     @property
     def step_time(self) -> float:
-        """Predicted seconds of one step."""
+        """Seconds of one step by the costs of its ops: what plans are compared by."""
         return self.timeline.step_time
+
+    @property
+    def predicted(self) -> float:
+        """What a step is expected to take: as rehearsed, or by the costs of its ops where there was no rehearsal."""
+        return self.step_time if self.rehearsed is None else self.rehearsed
 
     @property
     def bubble(self) -> float:
@@ -166,7 +173,9 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        return hashlib.sha256(self.to_json(indent=None).encode()).hexdigest()[:16]
+        """Of what was planned; how a rehearsal of it went does not count."""
+        planned = dataclasses.replace(self, rehearsed=None)
+        return hashlib.sha256(planned.to_json(indent=None).encode()).hexdigest()[:16]
 
     @cached_property
     def costs(self) -> ChunkCosts:

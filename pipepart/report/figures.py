@@ -26,7 +26,8 @@ def plan_figures(plan: Plan) -> dict[str, float | int | str | list[int]]:
         "microbatch_size": plan.microbatch_size,
         "schedule": plan.schedule,
         "slack": plan.slack,
-        "predicted_step_seconds": plan.step_time,
+        "predicted_step_seconds": plan.predicted,
+        "simulated_step_seconds": plan.step_time,
         "predicted_bubble": plan.bubble,
         "lower_bound_seconds": plan.lower_bound,
         "gap": plan.gap,
@@ -50,7 +51,7 @@ def step_figures(
     What is not known is left out, except for the predictions, which are always there to be held against.
     """
     found: dict[str, float] = {
-        "predicted_step_seconds": plan.step_time,
+        "predicted_step_seconds": plan.predicted,
         "predicted_bubble": plan.bubble,
     }
     if step_times:
@@ -58,7 +59,7 @@ def step_figures(
         found["step_seconds"] = step
         seen, seconds = (samples, sum(step_times)) if samples is not None else (plan.batch_size * plan.replicas, step)
         found["samples_per_second"] = seen / seconds if seconds else 0.0
-        found["prediction_error"] = plan.step_time / step - 1 if step else 0.0
+        found["prediction_error"] = plan.predicted / step - 1 if step else 0.0
     if timeline is not None:
         found["traced_step_seconds"] = timeline.step_time
         found["bubble"] = timeline.bubble

@@ -57,6 +57,6 @@ def plan_text(plan: Plan, measured: Timeline | None = None, width: int = 100, *,
     """A plan for ssh: its table, its predicted step as a chart, and the measured one under it."""
     parts = [describe(plan), "predicted\n" + gantt_text(plan.timeline, width, color=color)]
     if measured is not None:
-        error = plan.step_time / measured.step_time - 1 if measured.step_time else 0.0
+        error = plan.predicted / measured.step_time - 1 if measured.step_time else 0.0
         parts.append(f"measured (prediction {error:+.1%})\n" + gantt_text(measured, width, color=color))
     return "\n\n".join(parts)

@@ -173,6 +173,11 @@ class StageRuntime:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._fresh = {}
 
+    def drop_gradients(self) -> list[torch.Tensor]:
+        """Take the gradients of the last step back, before they are handed over."""
+        dropped, self._fresh, self._local = [*self._fresh.values(), *self._local.values()], {}, {}
+        return dropped
+
     def evaluate(
         self,
         name: str,

@@ -31,8 +31,12 @@ def measured_against_predicted(plan: Plan, step_times: Sequence[float]) -> str:
         return "pipepart: no training step was run, so there is nothing to hold the prediction against"
     warm = step_times[3:] or step_times  # the first ones announce shapes and fill caches
     measured = statistics.median(warm)
-    error = (plan.step_time - measured) / measured
+
+    def against(seconds: float) -> str:
+        return f"{format_seconds(seconds)} ({seconds / measured - 1:+.0%})"
+
+    by_costs = f" by rehearsal, {against(plan.step_time)} by the costs of its ops" if plan.rehearsed is not None else ""
     return (
         f"pipepart: measured {format_seconds(measured)} a step (median of {len(warm)}, optimizer not included), "
-        f"predicted {format_seconds(plan.step_time)} ({error:+.0%})"
+        f"predicted {against(plan.predicted)}{by_costs}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from pipepart.errors import PlanError
 from pipepart.strategy.loaders import unwrapped
 
-__all__ = ["first_batch", "open_loader", "reopen"]
+__all__ = ["first_batch", "open_loader", "reopen", "steps_ahead"]
 
 
 def open_loader(trainer: Trainer) -> Any:
@@ -30,6 +31,13 @@ def open_loader(trainer: Trainer) -> Any:
             "there is no data to plan with: this run has no loader, or a limit of 0 batches. Give the strategy `example_batch`."
         )
     return loader
+
+
+def steps_ahead(trainer: Trainer) -> float:
+    """How many batches the fit is going to train on at most, as far as that is known."""
+    by_steps = math.inf if trainer.max_steps < 0 else trainer.max_steps * trainer.accumulate_grad_batches
+    epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
+    return min(by_steps, epochs * trainer.num_training_batches) if epochs else 0
 
 
 def reopen(trainer: Trainer) -> None:

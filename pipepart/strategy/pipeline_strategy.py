@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,11 +27,12 @@ from pipepart.runtime import Options, StageRuntime, agree_on_plan, example_micro
 from pipepart.runtime.batch_norm import check_batch_norm
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
+from pipepart.runtime.rehearsal import rehearsed
 from pipepart.runtime.transport import check_transport
 from pipepart.strategy.checkpoint_strategy import CheckpointStrategy
 from pipepart.strategy.console import measured_against_predicted, tell
 from pipepart.strategy.effects import Effects, watched
-from pipepart.strategy.example import first_batch, open_loader, reopen
+from pipepart.strategy.example import first_batch, open_loader, reopen, steps_ahead
 from pipepart.strategy.finetuning import connect_finetuning
 from pipepart.strategy.materialise import check_can_be_filled, empty_names, fill, refuse_unfilled
 from pipepart.strategy.mesh_strategy import same_weights_everywhere
@@ -48,6 +50,8 @@ _EVALUATION = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
+_WORTH_A_REHEARSAL = 50
+"""Batches: a shorter run is over before it matters what a step takes."""
 _CUT = "_pipepart_cut"
 """The attribute of a module of which this process holds a part only: what can make it whole again."""
 
@@ -216,9 +220,29 @@ class PipelineStrategy(CheckpointStrategy):
         self._undo_metrics = connect_metrics(module, self._runtime)
         if self._groups is not None:
             module.__dict__[_CUT] = _Cut(self._runtime)
+        if step == "training_step":
+            self._rehearse(trainer, example)
         nodes = f"\n{self.describe_nodes()}" if self.num_nodes > 1 else ""
         notes = "".join(f"\nnote       {note}" for note in recording.notes)
-        tell(f"pipepart: {type(module).__name__}.{step}\n{plan.describe()}{nodes}{notes}\n")
+        tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{nodes}{notes}\n")
+
+    def _rehearse(self, trainer: Trainer, example: Any) -> None:
+        """Run some steps on the example, to know what one takes; not before a run that is hardly longer than that."""
+        if self._empty or steps_ahead(trainer) < _WORTH_A_REHEARSAL:
+            return
+        numbers = dict.fromkeys(("batch_idx", "global_step", "current_epoch", "dataloader_idx"), 0)
+        name, leaves = self._variants["training_step"].choose(example, numbers, self.runtime)
+        if name is None:  # the whole batch needs another recording than its first part: made when it is trained on
+            return
+        seconds = rehearsed(
+            self.runtime,
+            leaves,
+            outputs_everywhere=True,
+            separate=self._effects[name].separate,
+            context=self.precision_plugin.forward_context,
+            name=name,
+        )
+        self.runtime.plan = replace(self.plan, rehearsed=seconds)
 
     def _fill(self, trainer: Trainer, module: LightningModule) -> None:
         """Memory and values for the parameters and buffers of this stage, after the model was planned without any."""

@@ -1,0 +1,64 @@
+"""A rehearsal: some steps of the real pipeline before the first one counts, to see what a step really takes.
+
+The costs of the ops say which split and which schedule are best. What they cannot know is what stages do to each other
+when they run: caches that are cold after an optimizer step, waits for a neighbour that was late, the way in and out of
+a step. A few steps of the plan itself have all of that in them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipepart.cost import state_kept
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.stage import StageRuntime
+
+__all__ = ["rehearsed"]
+
+_FIRST = 3  # the first steps announce shapes and fill caches; their last one tells how many more there is time for
+_STEPS = (3, 60)  # that count: at least, at most
+_BUDGET = 2.0  # seconds
+
+
+def rehearsed(runtime: StageRuntime, leaves: Sequence[Any] | None, **options: Any) -> float:
+    """Seconds of a step, the same figure on every rank. `options` are those of `StageRuntime.train`.
+
+    Every rank must call it. Buffers, gradients and random states are as before; no parameter changes.
+    """
+    with state_kept(runtime.root):
+        first = [_step(runtime, leaves, options) for _ in range(_FIRST)]
+        least, most = _STEPS
+        count = _from_rank_zero(runtime, min(most, max(least, int(_BUDGET / max(first[-1], 1e-6)))))
+        seconds = statistics.median([_step(runtime, leaves, options) for _ in range(int(count))])
+    return _from_rank_zero(runtime, seconds)
+
+
+def _step(runtime: StageRuntime, leaves: Sequence[Any] | None, options: dict[str, Any]) -> float:
+    started = time.perf_counter()
+    runtime.train(leaves, **options)
+    seconds = time.perf_counter() - started
+    _as_an_optimizer(runtime.drop_gradients())
+    return seconds
+
+
+@torch.no_grad()
+def _as_an_optimizer(gradients: Sequence[torch.Tensor]) -> None:
+    """Go through as much memory as Adam does, since what it leaves in the caches is what the next step begins with."""
+    for gradient in gradients:
+        first, second = gradient * 0.1, gradient * gradient
+        first.addcdiv_(first, second.sqrt_().add_(1.0))
+
+
+def _from_rank_zero(runtime: StageRuntime, value: float) -> float:
+    if runtime.groups is None:
+        return value
+    box = torch.tensor([value], dtype=torch.float64, device=runtime.device)
+    with guarded(runtime.groups):
+        dist.broadcast(box, 0)
+    return float(box)
