@@ -86,3 +86,14 @@ def test_describe_says_memory_bound_and_limits() -> None:
         "against",
     ):
         assert word in text
+
+
+def test_a_rehearsal_is_kept_and_changes_what_is_predicted_but_not_the_hash() -> None:
+    plan = sample_plan()
+    assert plan.predicted == plan.step_time
+    tried = dataclasses.replace(plan, rehearsed=2 * plan.step_time)
+    assert tried.predicted == 2 * plan.step_time
+    assert tried.step_time == plan.step_time
+    assert tried.hash == plan.hash
+    assert Plan.from_json(tried.to_json()) == tried
+    assert "(+100%)" in tried.describe()

@@ -1,0 +1,1 @@
+"""The predicted step of the default recipes against the measured one."""
