@@ -96,6 +96,9 @@ def merge_outputs(outputs: Sequence[Sequence[Any]], sizes: MicrobatchSizes) -> l
             merged.append(values[-1])
             continue
         tensors = [value.detach() for value in values]
+        if len(tensors) == 1 and tensors[0].is_floating_point():
+            merged.append(tensors[0])
+            continue
         batched = all(t.dim() > 0 and t.shape[0] == size for t, size in zip(tensors, sizes.sizes))
         if batched:
             merged.append(torch.cat(tensors) if len(tensors) > 1 else tensors[0])

@@ -40,6 +40,7 @@ class ReplicaMean:
         self._group, self._replicas = group, replicas
         self._chunk = {name: chunks[0] for name, chunks in uses.items() if len(chunks) == 1 and name not in late}
         self._hooked: set[int] = set()
+        self._trainable: list[int] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._final: set[int] = set()
@@ -48,15 +49,24 @@ class ReplicaMean:
         self._open: int | None = None
 
     def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """A new step. Parameters that several chunks use, and ties, go last: they are final at the end only."""
+        """A new step."""
         trainable = [(name, p) for name, p in parameters.items() if p.requires_grad]
+        now = [id(p) for _, p in trainable]
+        if now != self._trainable:  # the first step, or something was frozen or thawed since the last one
+            self._arrange(trainable)
+            self._trainable = now
+        for bucket in self._buckets:
+            bucket.missing, bucket.flat, bucket.work = len(bucket.parameters), None, None
+        self._final, self._next, self._open = set(), 0, None
+
+    def _arrange(self, trainable: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """The buckets. Parameters that several chunks use, and ties, go last: they are final at the end only."""
         order = [(name, p) for name, p in reversed(trainable) if name in self._chunk]
         order.sort(key=lambda item: -self._chunk[item[0]])  # the backward of later chunks ends first
         order += [(name, p) for name, p in trainable if name not in self._chunk]
         self._chunk_of = {id(p): self._chunk[name] for name, p in order if name in self._chunk}
         self._buckets = list(_buckets([p for _, p in order]))
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        self._final, self._next, self._open = set(), 0, None
         for _, parameter in order:
             if id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
@@ -113,11 +123,11 @@ class ReplicaMean:
             bucket.work.wait()
             count = len(bucket.parameters)
             sizes = [p.numel() for p in bucket.parameters]
-            *means, have = torch.split(bucket.flat, [*sizes, count])
+            *means, have = torch.split(bucket.flat.div_(self._replicas), [*sizes, count])
             for parameter, mean, some in zip(bucket.parameters, means, have.tolist()):
                 if some:
-                    parameter.grad = (mean / self._replicas).view_as(parameter)
-        self._buckets, self._bucket_of = [], {}
+                    parameter.grad = mean.view_as(parameter)
+            bucket.flat = bucket.work = None
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
@@ -129,9 +139,9 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
     for parameter in parameters:
         full = size + parameter.numel() * parameter.element_size() > most
         if bucket and (full or parameter.dtype != bucket[0].dtype):
-            yield _Bucket(bucket, len(bucket))
+            yield _Bucket(bucket)
             bucket, size = [], 0
         bucket.append(parameter)
         size += parameter.numel() * parameter.element_size()
     if bucket:
-        yield _Bucket(bucket, len(bucket))
+        yield _Bucket(bucket)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -217,8 +218,16 @@ class StageRuntime:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage holds, by full name."""
+        found = {name: module._parameters[key] for name, module, key in self._places}
+        return {name: parameter for name, parameter in found.items() if parameter is not None}
+
+    @cached_property
+    def _places(self) -> list[tuple[str, nn.Module, str]]:
+        """Where these parameters hang. Every step asks for them, and to walk through a deep tree takes long."""
         held = set(self.ownership.held_by(self.stage)) if self.groups is not None else None
-        return {name: p for name, p in self.root.named_parameters() if held is None or name in held}
+        names = [name for name, _ in self.root.named_parameters() if held is None or name in held]
+        split_names = [(name, *name.rpartition(".")[::2]) for name in names]
+        return [(name, self.root.get_submodule(path), key) for name, path, key in split_names]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip `parameters` (those of the whole model; what is elsewhere is left out) by their norm over all stages."""

@@ -44,6 +44,14 @@ def test_embedded_json_survives_everything():
         assert json.loads(text) == {value: value}
 
 
+def test_a_rehearsal_is_what_the_page_predicts():
+    plan = sample_plan(3)
+    data = make_payload(dataclasses.replace(plan, rehearsed=2 * plan.step_time), title="x")["plan"]
+    assert (data["predicted"], data["step_time"]) == (2 * plan.step_time, plan.step_time)
+    assert data["throughput"] == pytest.approx(plan.batch_size * plan.replicas / data["predicted"])
+    assert make_payload(plan, title="x")["plan"]["predicted"] == plan.step_time
+
+
 def test_policy_allows_only_the_page_itself():
     text = render_page(make_payload(sample_plan(), title="x"))
     found = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
