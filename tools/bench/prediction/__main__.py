@@ -1,6 +1,7 @@
-"""`python -m tools.bench.prediction [gpt resnet ...] [--runs 5] [--steps 100] [-- pipepart options]`.
+"""`python -m tools.bench.prediction [gpt resnet ...] [--runs 5] [-- trainer.max_steps=60 ...]`.
 
-Every run is a real `pipepart train`. Recipes take turns, so that a slow quarter of an hour of the machine hits all of them.
+Every run is a real `pipepart train` of the recipe as it is, or with the options after `--`. Recipes take turns, so that a
+slow quarter of an hour of the machine hits all of them. Very short runs measure little but their own beginning.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from tools.bench.auto.models import RECIPES
 _TIMEOUT = 600.0
 
 
-def train(recipe: str, steps: int, more: list[str]) -> dict[str, Any]:
+def train(recipe: str, more: list[str]) -> dict[str, Any]:
     """What one run says of itself: seconds of a step as predicted, by the costs of its ops, and as measured."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pipepart.cli", "train", f"recipe={recipe}", f"trainer.max_steps={steps}"]
-        command += ["trainer.max_epochs=100", "logger=none", f"output={folder}", *more]
+        command = [sys.executable, "-m", "pipepart.cli", "train", f"recipe={recipe}", "logger=none"]
+        command += [f"output={folder}", *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
         if done.returncode:
             raise SystemExit(f"{' '.join(command[2:])} failed:\n{done.stderr[-2000:]}")
@@ -48,7 +49,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.prediction", description=__doc__)
     parser.add_argument("recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=100)
     arguments, more = sys.argv[1:], []
     if "--" in arguments:
         arguments, more = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
@@ -56,8 +56,10 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in given.recipes}
     for run in range(given.runs):
         for recipe in given.recipes:
-            found[recipe].append(train(recipe, given.steps, more))
-        print(f"run {run + 1} of {given.runs}", file=sys.stderr, flush=True)
+            result = train(recipe, more)
+            found[recipe].append(result)
+            error = result["predicted_step"] / result["measured_step"] - 1
+            print(f"run {run + 1} of {given.runs}: {recipe} {error:+.0%}", file=sys.stderr, flush=True)
     print(f"{'recipe':10} {'step':>11} {'varies':>8} {'predicted':>10} {'of single runs':>18} {'by costs alone':>14}")
     for recipe, results in found.items():
         print(row(recipe, results))
