@@ -47,16 +47,16 @@ def verify(recording: Recording, leaves: Sequence[Any], expected: Sequence[Any],
     `expected` are the flat outputs of the model, from the same random state. Fills in what the example's sizes are and
     cost: the shape of each op's value, and ``node.meta["flops"]``.
     """
+    versions = {name: parameter._version for name, parameter in recording.root.named_parameters()}
     got, replay = _replayed(recording, leaves, fake_mode)
+    changed = [name for name, p in recording.root.named_parameters() if p._version != versions.get(name)]
     for i, (value, wanted) in enumerate(zip(got, expected)):
         if isinstance(wanted, torch.Tensor):
             problem = _difference(value, wanted, fake_mode is not None)
             if problem:
                 raise CaptureError(
                     f"{type(recording.root).__name__}: the recorded graph does not compute what the model computes: "
-                    f"output {i} {problem}.\n"
-                    "  likely: the model draws random numbers outside torch, or keeps results of an earlier call in "
-                    "Python objects\n  do: make it a function of its inputs, its parameters and torch's random numbers"
+                    f"output {i} {problem}.\n{_likely(changed)}"
                 )
     for node in recording.ops:
         node.meta["flops"] = replay.flops.get(node.name, 0)
@@ -72,6 +72,19 @@ def verify(recording: Recording, leaves: Sequence[Any], expected: Sequence[Any],
             )
         if meta.shape is not None:
             node.meta["op"] = dataclasses.replace(meta, shape=shape, dtype=dtype, nbytes=nbytes)
+
+
+def _likely(changed: Sequence[str]) -> str:
+    if changed:
+        names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        return (
+            f"  because: the step changes parameters in place ({names}), which would happen once for each micro-batch\n"
+            "  do: update them between steps (on_train_batch_end, or the callback WeightEMA)"
+        )
+    return (
+        "  likely: the model draws random numbers outside torch, or keeps results of an earlier call in Python objects\n"
+        "  do: make it a function of its inputs, its parameters and torch's random numbers"
+    )
 
 
 def _replayed(recording: Recording, leaves: Sequence[Any], fake_mode: Any) -> tuple[Any, _Replay]:

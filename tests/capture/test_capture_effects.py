@@ -123,3 +123,23 @@ def test_printing_is_noted(capsys):
     capsys.readouterr()
     recording.module()(torch.randn(3, 4))
     assert capsys.readouterr().out == ""
+
+
+class _Momentum(nn.Module):
+    """A second network that follows the first, updated inside the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.key.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for key, query in zip(self.key.parameters(), self.query.parameters()):
+                key.mul_(0.9).add_(query, alpha=0.1)
+        return (self.query(x) * self.key(x)).sum()
+
+
+def test_parameters_that_the_step_changes_are_named() -> None:
+    with pytest.raises(CaptureError, match=r"changes parameters in place \(key.weight, key.bias\)"):
+        record(_Momentum(), (torch.randn(2, 4),), {})
