@@ -22,7 +22,7 @@ from pipepart.runtime.stage import StageRuntime
 __all__ = ["rehearsed"]
 
 _FIRST = 3  # the first steps announce shapes and fill caches; their last one tells how many more there is time for
-_STEPS = (3, 60)  # that count: at least, at most
+_STEPS = (3, 60)  # after these: at least, at most
 _BUDGET = 2.0  # seconds
 _BETWEEN_STEPS = 24 * 2**20  # bytes that what happens between two steps takes of the caches, as measured
 
@@ -36,7 +36,8 @@ def rehearsed(runtime: StageRuntime, leaves: Sequence[Any] | None, **options: An
         first = [_step(runtime, leaves, options) for _ in range(_FIRST)]
         least, most = _STEPS
         count = _from_rank_zero(runtime, min(most, max(least, int(_BUDGET / max(first[-1], 1e-6)))))
-        seconds = statistics.median([_step(runtime, leaves, options) for _ in range(int(count))])
+        steps = [_step(runtime, leaves, options) for _ in range(int(count))]
+        seconds = statistics.median(steps[len(steps) // 3 :])  # allocators settle for some more steps
     return _from_rank_zero(runtime, seconds)
 
 
