@@ -52,7 +52,10 @@ def _rehearse(replicas: int, gradients: bool) -> tuple[float, bool, bool]:
     return seconds, same, kept
 
 
-@pytest.mark.parametrize(("replicas", "gradients"), [(1, False), (1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("replicas", "gradients"),
+    [(1, True), pytest.param(1, False, marks=pytest.mark.slow), pytest.param(2, False, marks=pytest.mark.slow)],
+)
 def test_one_figure_for_all_ranks_and_nothing_stays(replicas: int, gradients: bool) -> None:
     answers = run_ranks(2 * replicas, _rehearse, replicas, gradients)
     assert len({seconds for seconds, _, _ in answers}) == 1

@@ -68,6 +68,7 @@ def test_a_run_trains_as_if_it_had_not_been_rehearsed() -> None:
     assert len(with_one[0][0]) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batches", "options", "rehearses"),
     [(6, {"max_epochs": 9}, True), (6, {"max_epochs": 8}, False), (6, {"max_steps": 3}, False)],
@@ -77,6 +78,7 @@ def test_not_before_a_run_that_is_hardly_longer(batches: int, options: dict[str,
     assert (Plan.from_json(answers[0][1]).rehearsed is not None) == rehearses
 
 
+@pytest.mark.slow
 def test_what_is_said_after_a_run() -> None:
     plan = Plan.from_json(run_ranks(2, _fit, 1, 6, max_epochs=1)[0][1])
     said = measured_against_predicted(plan, [2 * plan.predicted] * 5)
