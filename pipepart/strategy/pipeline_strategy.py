@@ -228,6 +228,7 @@ class PipelineStrategy(CheckpointStrategy):
 
     def _rehearse(self, trainer: Trainer, example: Any) -> None:
         """Run some steps on the example, to know what one takes; not before a run that is hardly longer than that."""
+        self.runtime.plan = replace(self.plan, rehearsed=None)  # a plan from a file was rehearsed somewhere else
         if self._empty or steps_ahead(trainer) < _WORTH_A_REHEARSAL:
             return
         numbers = dict.fromkeys(("batch_idx", "global_step", "current_epoch", "dataloader_idx"), 0)

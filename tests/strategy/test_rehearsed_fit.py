@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import lightning as L
@@ -38,14 +39,14 @@ class _Module(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def _fit(worth: int, batches: int, **trainer_options: Any) -> tuple[list[float], str]:
+def _fit(worth: int, batches: int, plan: Plan | None = None, **trainer_options: Any) -> tuple[list[float], str]:
     usual, pipeline_strategy._WORTH_A_REHEARSAL = pipeline_strategy._WORTH_A_REHEARSAL, worth
     try:
         L.seed_everything(3, verbose=False)
         module = _Module()
         x = torch.randn(8 * batches, 8)
         data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
-        strategy = PipelineStrategy(stages=2, microbatches=2, schedule="1f1b", split_at=["second"])
+        strategy = PipelineStrategy(stages=2, microbatches=2, schedule="1f1b", split_at=["second"], plan=plan)
         trainer = L.Trainer(
             strategy=strategy, devices=2, accelerator="cpu", logger=False, enable_progress_bar=False,
             enable_model_summary=False, enable_checkpointing=False, **trainer_options,
@@ -76,6 +77,16 @@ def test_a_run_trains_as_if_it_had_not_been_rehearsed() -> None:
 def test_not_before_a_run_that_is_hardly_longer(batches: int, options: dict[str, int], rehearses: bool) -> None:
     answers = run_ranks(2, _fit, 50, batches, **options)
     assert (Plan.from_json(answers[0][1]).rehearsed is not None) == rehearses
+
+
+@pytest.mark.slow
+def test_a_rehearsal_elsewhere_does_not_count() -> None:
+    plan = dataclasses.replace(Plan.from_json(run_ranks(2, _fit, 1000, 6, max_epochs=1)[0][1]), rehearsed=99.0)
+    short, long = (Plan.from_json(run_ranks(2, _fit, worth, 6, plan, max_epochs=1)[0][1]) for worth in (1000, 1))
+    assert short.rehearsed is None
+    assert long.rehearsed is not None
+    assert long.rehearsed < 99.0
+    assert short.hash == long.hash == plan.hash
 
 
 @pytest.mark.slow
