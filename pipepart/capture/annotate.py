@@ -29,6 +29,7 @@ def annotate(recording: Recording, recorder: Recorder) -> None:
         fact = facts[node]
         node.meta["grad_mode"] = fact.grad_mode
         node.meta["autocast"] = fact.autocast
+        node.meta["switches"] = fact.switches
         node.meta["checkpoint"] = fact.checkpoint
         node.meta["computes"] = fact.number is None and node.target not in (intrinsics.check, intrinsics.changed)
         node.meta["storages"] = (frozenset(fact.reads), frozenset(fact.writes), frozenset(fact.mutates))

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from pipepart.capture import symbols
 
-__all__ = ["has_tensor", "holds_tensors", "tensors_in", "unwrap"]
+__all__ = ["has_tensor", "has_tracked", "holds_tensors", "tensors_in", "unwrap"]
 
 
 _ATOMS = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Tensor, nn.Parameter})
@@ -19,7 +19,7 @@ def unwrap(value: Any) -> Any:
     """Arguments with the bare numbers in place of tracked ones."""
     if type(value) in _ATOMS:
         return value
-    if symbols.is_tracked(value):
+    if isinstance(value, symbols.Tracked):
         return symbols.plain(value)
     if isinstance(value, torch.Size):
         return torch.Size([symbols.plain(item) for item in value])
@@ -72,3 +72,12 @@ def holds_tensors(value: Any, depth: int) -> bool:
     if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
         return False
     return any(holds_tensors(item, depth - 1) for item in vars(value).values())
+
+
+def has_tracked(value: Any) -> bool:
+    """Whether a value, or an item of a nested one, is a number of the recording that is running."""
+    if isinstance(value, (tuple, list)):
+        return any(has_tracked(item) for item in value)
+    if isinstance(value, dict):
+        return any(has_tracked(item) for item in value.values())
+    return symbols.is_tracked(value)

@@ -10,11 +10,14 @@ import collections
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
+
+from pipepart.capture.own_names import OWN_NAMES
 
 __all__ = ["Effects", "same_items"]
 
@@ -81,10 +84,12 @@ class Effects:
                 continue
             for function in _functions(type(module)):
                 self._function(path, function)
+            for base in _user_classes(type(module)):
+                self._class(path, base)
             for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
                 self._hook(path, hook)
             for name, value in vars(module).items():
-                if type(value) not in _NO_OBJECTS and (path or not name.startswith("_")):
+                if type(value) not in _NO_OBJECTS and name not in OWN_NAMES:
                     self._object(path, f"attribute {name!r}", value)
 
     def changes(self) -> Iterator[tuple[str, str]]:
@@ -99,6 +104,15 @@ class Effects:
         for place in self.places:
             if modules is None or place.module in modules:
                 place.restore()
+
+    def _class(self, path: str, kind: Any) -> None:
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
+        for name, value in list(vars(kind).items()):
+            if type(value) in _CONTAINERS and not name.startswith("__"):
+                text = f"attribute {name!r} of class {kind.__qualname__}"
+                self._add(path, text, partial(_own, kind, name), partial(setattr, kind, name))
 
     def _function(self, path: str, function: Any) -> None:
         if id(function) in self._seen:
@@ -144,13 +158,20 @@ class Effects:
             self.places.append(_Place(path, text, read, write, value, None))
 
 
+def _own(kind: type, name: str) -> Any:
+    return vars(kind).get(name)
+
+
+def _user_classes(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if not f"{base.__module__}.".startswith(_LIBRARIES)]
+
+
 def _functions(kind: type) -> list[Any]:
     """The methods of a module class that a user wrote."""
     if kind not in _methods:
         _methods[kind] = [
             value
-            for base in kind.__mro__
-            if not f"{base.__module__}.".startswith(_LIBRARIES)
+            for base in _user_classes(kind)
             for value in vars(base).values()
             if isinstance(value, types.FunctionType)
         ]

@@ -12,6 +12,8 @@ import torch.fx as fx
 import torch.nn as nn
 
 from pipepart.capture.checkpoints import Recomputed, regions_of
+from pipepart.capture.contexts import set_switches
+from pipepart.capture.draws import before_draw, number_of
 from pipepart.capture.execute import RecordedGraph, resolve, used_tensors
 from pipepart.capture.intrinsics import call_object
 
@@ -88,7 +90,7 @@ class _Writer:
         self.recording, self.nodes, self.outputs, self.device, self.depth = recording, nodes, outputs, device, depth
         self.graph, self.names = fx.Graph(), _Names()
         self.new: dict[fx.Node, fx.Node] = {}
-        self.region: tuple[bool, Any] = (True, ())
+        self.region: tuple[bool, Any, Any] = (True, (), ())
         self.opened: list[tuple[Any, fx.Node]] = []
         self.regions = False
         for node in inputs:
@@ -102,11 +104,15 @@ class _Writer:
                 self._is(node, self.graph.call_method("size", (self.new[tensor], dim)))
 
     def write(self, node: fx.Node) -> None:
-        """Copy one op, in the gradient mode and autocast setting that it was recorded in."""
+        """Copy one op, in the gradient mode, autocast and other settings that it was recorded in."""
         if node.op == "call_module" or node.meta.get("computes", True):
-            self._switch((node.meta.get("grad_mode", True), node.meta.get("autocast", ())))
+            meta = node.meta
+            self._switch((meta.get("grad_mode", True), meta.get("autocast", ()), meta.get("switches", ())))
         for source in node.all_input_nodes:
             self._value(source)
+        if "op" in node.meta and node.meta["op"].random:
+            outside = node.op == "call_module" or hasattr(node.target, "stable_name")
+            self.graph.call_function(before_draw, (number_of(node.name), outside))
         made = self.graph.node_copy(node, self._value)
         if node.op == "call_module":
             made.target = self.names.add(str(node.target), resolve(self.recording.root, str(node.target)))
@@ -123,7 +129,7 @@ class _Writer:
         results = [node for node in members if node in returned or not outside.isdisjoint(node.users)]
         body = executable(self.recording, members, list(sources), results, self.device, depth=self.depth + 1)
         call = Recomputed(body, self.recording.checkpoints[region], body._regions)
-        self._switch((True, ()))
+        self._switch((True, (), ()))
         reference = self._reference(self.names.add(f"checkpoint_{region}_{members[0].name}", call))
         made = self.graph.call_function(call_object, (reference, *(self.new[source] for source in sources)))
         for i, node in enumerate(results):
@@ -131,7 +137,7 @@ class _Writer:
 
     def finish(self) -> RecordedGraph:
         """The graph with its outputs, as a module."""
-        self._switch((True, ()))
+        self._switch((True, (), ()))
         self.graph.output(tuple(self._value(out) if isinstance(out, fx.Node) else out for out in self.outputs))
         used = used_tensors(self.recording, self.nodes)
         return RecordedGraph(self.recording.root, self.graph, self.names.objects, used, self.regions)
@@ -163,7 +169,7 @@ class _Writer:
         owner, _, name = path.rpartition(".")
         return f"{self.names.add(owner, resolve(root, owner))}.{name}"
 
-    def _switch(self, wanted: tuple[bool, Any]) -> None:
+    def _switch(self, wanted: tuple[bool, Any, Any]) -> None:
         """Leave the region that is open, if the next op belongs to another, and enter that."""
         if wanted == self.region:
             return
@@ -172,6 +178,8 @@ class _Writer:
         self.opened.clear()
         if wanted[1]:
             self.opened.append((_leave_autocast, self.graph.call_function(_enter_autocast, (tuple(wanted[1]),))))
+        if wanted[2]:
+            self.opened.append((set_switches, self.graph.call_function(set_switches, (tuple(wanted[2]),))))
         if not wanted[0]:
             self.opened.append((_leave_no_grad, self.graph.call_function(_enter_no_grad, ())))
         self.region, self.regions = wanted, True

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
+from pipepart.capture.contexts import set_switches, switches
 from pipepart.capture.intrinsics import set_attribute
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class RecordedGraph(fx.GraphModule):
             return self.forward(*args)
         with ExitStack() as stack:  # an exception inside a region must not leave its grad mode or autocast behind
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+            stack.callback(set_switches, switches())
             stack.callback(torch.set_autocast_enabled, "cpu", torch.is_autocast_enabled("cpu"))
             return self.forward(*args)
 

@@ -11,7 +11,17 @@ import numpy as np
 import torch
 import torch.fx as fx
 
-__all__ = ["Fact", "autocast_state", "outside_rng", "reached", "storage_of", "user_line", "version_of"]
+__all__ = [
+    "Fact",
+    "autocast_state",
+    "gradient_edge",
+    "is_same_memory",
+    "outside_rng",
+    "reached",
+    "storage_of",
+    "user_line",
+    "version_of",
+]
 
 
 @dataclass
@@ -36,6 +46,8 @@ class Fact:
     from_data: bool = False
     grad_mode: bool = True
     autocast: tuple[Any, ...] = ()
+    switches: tuple[Any, ...] = ()
+    """Settings of the process, if they differ from those around the recording."""
     reads: set[Any] = field(default_factory=set)
     writes: set[Any] = field(default_factory=set)
     mutates: set[Any] = field(default_factory=set)
@@ -51,6 +63,14 @@ def storage_of(tensor: torch.Tensor) -> Any:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return ("object", id(tensor))
+
+
+def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    if a is b:
+        return True
+    alike = (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and a.layout == b.layout == torch.strided
+    return alike and (storage_of(a), a.storage_offset(), a.stride()) == (storage_of(b), b.storage_offset(), b.stride())
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -95,6 +115,14 @@ _user_files: dict[str, str] = {}
 """Files seen in frames: the short name of a user's file, nothing for one of torch or ours."""
 
 
+def gradient_edge(tensor: torch.Tensor) -> Any:
+    """Where gradients of a tensor go in autograd's graph; None for a view that was made without gradients."""
+    try:
+        return torch.autograd.graph.get_gradient_edge(tensor)
+    except AssertionError:
+        return None
+
+
 def reached(outs: list[torch.Tensor], edges: dict[Any, fx.Node]) -> set[fx.Node]:
     """Which inputs get a gradient from these outputs, by walking autograd's graph back to them."""
     if not edges:
@@ -107,8 +135,7 @@ def reached(outs: list[torch.Tensor], edges: dict[Any, fx.Node]) -> set[fx.Node]
             continue
         if out.grad_fn is not None:
             todo.append((out.grad_fn, out.output_nr))
-        else:
-            edge = torch.autograd.graph.get_gradient_edge(out)
+        elif (edge := gradient_edge(out)) is not None:
             todo.append((edge.node, edge.output_nr))
     while todo:
         key = todo.pop()

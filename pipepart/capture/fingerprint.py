@@ -49,13 +49,16 @@ def structure(value: Any, node_text: Callable[[fx.Node], str]) -> str:
 
 def describe(recording: Recording) -> str:
     """All that decides what a recording computes, but for the values of parameters."""
+    from pipepart.capture.intrinsics import check
+
     index = {node: i for i, node in enumerate(recording.graph.nodes)}
     lines = [f"training={recording.training} step={recording.step} loss={recording.loss_index}"]
     lines += [
         f"in {spec.kind} {spec.dtype} {spec.value if spec.kind == 'constant' else ''}" for spec in recording.inputs
     ]
     for node in recording.graph.nodes:
-        text = structure((node.args, dict(node.kwargs)), lambda other: f"%{index[other]}")
+        args = node.args[:2] if node.target is check else node.args  # the rest says where, for people
+        text = structure((args, dict(node.kwargs)), lambda other: f"%{index[other]}")
         target = "" if node.op in ("placeholder", "output") else target_name(node.target)
         regions = node.meta.get("checkpoint")
         lines.append(f"{node.op} {target} {text}{f' checkpoint {regions}' if regions else ''}")

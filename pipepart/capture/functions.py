@@ -17,7 +17,7 @@ from pipepart.capture.arguments import unwrap
 if TYPE_CHECKING:
     from pipepart.capture.recorder import Recorder
 
-__all__ = ["calls_kept_whole", "enclosing_function", "watch_makers"]
+__all__ = ["calls_kept_whole", "enclosing_function", "library_functions", "places_of", "watch_makers"]
 
 _OURS = ("torch.", "numpy.", "pipepart.", "builtins.")
 
@@ -58,6 +58,36 @@ def _function_of(frame: types.FrameType) -> Any:
         return None
     function = frame.f_globals.get(code.co_name)
     return function if isinstance(function, types.FunctionType) and function.__code__ is code else None
+
+
+def places_of(functions: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """All variables of imported files that hold one of these functions of a library, under their own names."""
+    key = tuple(functions)
+    if _places.get(key, (0, []))[0] != len(sys.modules):
+        spaces = {id(module): getattr(module, "__dict__", None) for module in list(sys.modules.values())}
+        found = [
+            (names, name)
+            for names in spaces.values()
+            if isinstance(names, dict)
+            for name, function in functions.items()
+            if names.get(name) is function
+        ]
+        _places[key] = len(sys.modules), found
+    return [(names, name) for names, name in _places[key][1] if names.get(name) is functions[name]]
+
+
+_places: dict[tuple[str, ...], tuple[int, list[tuple[dict[str, Any], str]]]] = {}
+"""What `places_of` has found, and how many files were imported then."""
+
+
+_LIBRARIES = {"torch_geometric.utils._scatter": ("scatter",), "torch_geometric.utils._softmax": ("softmax",)}
+"""Functions that read from the values of a tensor how many groups there are, and are one op for that."""
+
+
+def library_functions() -> list[Any]:
+    """The functions of libraries that are kept whole, of those libraries that are in use."""
+    modules = [(sys.modules.get(file), names) for file, names in _LIBRARIES.items()]
+    return [getattr(module, name) for module, names in modules if module for name in names if hasattr(module, name)]
 
 
 @contextmanager

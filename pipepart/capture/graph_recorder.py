@@ -13,7 +13,9 @@ import torch.nn as nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pipepart.capture import intrinsics, symbols
+from pipepart.capture.caches import CachedFunction
 from pipepart.capture.checkpoints import Checkpoint
+from pipepart.capture.contexts import switches
 from pipepart.capture.facts import Fact, autocast_state, storage_of, user_line
 from pipepart.capture.failures import NotRecordable
 from pipepart.capture.naming import nameable
@@ -51,15 +53,19 @@ class GraphRecorder(NumberRecorder):
         self.attributes: dict[str, fx.Node] = {}
         self.constants: dict[str, Any] = {}
         self.constant_names: dict[int, str] = {}
-        self.outer_autocast = autocast_state()
+        self.outer_autocast, self.outer_switches = autocast_state(), switches()
         self.checkpoints: list[Checkpoint] = []
         self.open_checkpoints: list[int] = []
         self.mutations: dict[Any, fx.Node] = {}  # the last op that changed a storage in place
+        self.trace: Any = None  # sees every value, if the run is to be compared op by op
         self.known: dict[int, fx.Node] = {}  # the nodes of the tensors that the call which is being recorded takes
+        self.numbers: list[symbols.Tracked] = []  # all that were made: they are plain once the run is over
+        self.cached: dict[Any, list[CachedFunction]] = {}
         self.current: dict[int, fx.Node | None] = {}  # up to which mutation the node of a tensor stands for it
 
     def release(self) -> None:
         """Let go of all tensors: the run is over, and only what was written down is needed."""
+        symbols.finish(self.numbers)
         self.kept.clear()
         self.values.clear()
         for fact in self.facts.values():
@@ -97,6 +103,9 @@ class GraphRecorder(NumberRecorder):
             autocast=autocast if autocast != self.outer_autocast else (),
             checkpoint=tuple(self.open_checkpoints),
         )
+        now = switches()
+        if now != self.outer_switches:
+            self.facts[node].switches = now
         if autocast != self.outer_autocast and not autocast:
             self.facts[node].autocast = ("off",)
         return node
@@ -134,6 +143,8 @@ class GraphRecorder(NumberRecorder):
         storage = storage_of(tensor)
         fact.writes.add(storage)
         self.current[id(tensor)] = self.mutations.get(storage)
+        if self.trace is not None:
+            self.trace.see(node.name, tensor)
 
     def _after_mutation(self, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
         """The node of a tensor whose memory an op has changed since: it depends on that op."""
@@ -194,8 +205,8 @@ class GraphRecorder(NumberRecorder):
             return value
         if isinstance(value, torch.Tensor):
             return self.known.get(id(value)) or self.node_of(value)
-        if symbols.is_tracked(value):
-            return value.node()
+        if isinstance(value, symbols.Tracked):
+            return value.node() if value.owner is self and self.recording else symbols.plain(value)
         if isinstance(value, PackedSequence):
             parts = tuple(self.argument(part) for part in value)
             node = self.make("call_function", PackedSequence, parts, {})

@@ -62,11 +62,15 @@ _functions: dict[Any, Callable[..., Any]] = {}
 
 
 def apply_function(kind: Any) -> Callable[..., Any]:
-    """The ``apply`` of a custom autograd function as a plain function with a stable name."""
+    """The ``apply`` of a custom autograd function as a plain function with a stable name.
+
+    It is torch's own: an ``apply`` that the class defines has had its say when the arguments were recorded.
+    """
     if kind not in _functions:
+        whole: Any = torch.autograd.Function.__dict__["apply"].__get__(None, kind)
 
         def apply(*args: Any, **kwargs: Any) -> Any:
-            return kind.apply(*args, **kwargs)
+            return whole(*args, **kwargs)
 
         apply.__name__ = apply.__qualname__ = f"{kind.__name__}_apply"
         apply.stable_name = f"{kind.__module__}.{kind.__qualname__}.apply"  # type: ignore[attr-defined]

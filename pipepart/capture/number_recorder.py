@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn as nn
 
 from pipepart.capture import intrinsics, symbols
 from pipepart.capture.arguments import tensors_in
+from pipepart.capture.caches import CachedFunction, cached_in
 from pipepart.capture.facts import Fact, user_line
 from pipepart.capture.failures import DataDependent, NotRecordable
 from pipepart.capture.naming import certain, outcome
@@ -26,6 +28,9 @@ class NumberRecorder:
     frames: list[Any]
     recording: bool
     guards: bool
+    numbers: list[symbols.Tracked]
+    cached: dict[types.CodeType, list[CachedFunction]]
+    """The cached functions that code which used a tracked number as a key can call."""
 
     def make(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         raise NotImplementedError
@@ -54,7 +59,7 @@ class NumberRecorder:
         where = f"{op.__name__} in module {self.stack[-1][0]!r} at {user_line()}"
         if from_data and not self.guards:
             raise DataDependent(f"a Python decision on a number that was read from a tensor ({where})")
-        left, right = (x.node() if symbols.is_tracked(x) else x for x in (a, b))
+        left, right = (x.node() if symbols.is_tracked(x) else symbols.plain(x) for x in (a, b))
         seen = self.number_node(op, (left, right), result)
         if self.facts[seen].chance:
             if certain(seen):
@@ -64,6 +69,11 @@ class NumberRecorder:
             )
         guard = self.make("call_function", intrinsics.check, (seen, result, where), {})
         self.facts[guard].from_data = self.facts[seen].from_data
+
+    def hashed(self, frame: types.FrameType) -> None:
+        """Code uses a tracked number as a key, perhaps of a cache."""
+        if not self.frames and frame.f_code not in self.cached:
+            self.cached[frame.f_code] = cached_in(frame)
 
     def _sizes(self, tensor: torch.Tensor, sizes: Any, method: str) -> Any:
         wrapped = [self._size(tensor, dim, size, method) for dim, size in enumerate(sizes)]

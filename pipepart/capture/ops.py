@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 
 __all__ = [
+    "ARITHMETIC",
     "DATA_READS",
     "DATA_SHAPED",
     "DUNDERS",
@@ -22,6 +23,13 @@ __all__ = [
     "reads_training_flag",
     "training_position",
 ]
+
+ARITHMETIC = frozenset(
+    f"{prefix}{name}{suffix}"
+    for name in ("add", "sub", "mul", "truediv", "div", "pow", "rsub", "lt", "le", "gt", "ge", "eq", "ne")
+    for prefix, suffix in (("", ""), ("__", "__"), ("__r", "__"), ("__i", "__"), ("", "_"))
+) | {"lerp", "lerp_", "addcmul", "addcdiv", "true_divide", "multiply", "subtract", "divide"}
+"""Calls whose result has the form of their tensors, whatever their numbers are."""
 
 DATA_READS = frozenset(
     [
@@ -104,6 +112,7 @@ _RANDOM_NAMES = frozenset(
         "_standard_gamma",
     ]
 )
+_NOT_RANDOM = ("normalize", "poisson_nll_loss")
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "__getitem__": operator.getitem,
@@ -131,7 +140,7 @@ for _name in [name for name in dir(torch.Tensor) if name.startswith("__") and na
 
 def is_random_name(name: str) -> bool:
     """Whether a torch function of this name draws random numbers."""
-    return name.startswith(_RANDOM_PREFIXES) or name in _RANDOM_NAMES
+    return (name.startswith(_RANDOM_PREFIXES) and name not in _NOT_RANDOM) or name in _RANDOM_NAMES
 
 
 @cache

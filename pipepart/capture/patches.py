@@ -12,23 +12,35 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn as nn
 
-from pipepart.capture import intrinsics, ops, state
+from pipepart.capture import intrinsics, ops
 from pipepart.capture.arguments import tensors_in, unwrap
 from pipepart.capture.checkpoints import Checkpoint, settings_of
+from pipepart.capture.containers import library_of
 from pipepart.capture.effects import Effects
+from pipepart.capture.einops_calls import is_einops_layer
 from pipepart.capture.facts import outside_rng, user_line
 from pipepart.capture.failures import DrawsOutside, NotRecordable, Unsettled
+from pipepart.capture.own_names import OWN_NAMES
 from pipepart.capture.recorder import Recorder
+from pipepart.capture.setup import Hooks, is_plain
 from pipepart.capture.state import Attributes
 from pipepart.capture.symbols import is_tracked
 
-__all__ = ["is_leaf", "is_metric", "is_torch_leaf", "keep_attributes", "recording_patches", "refuse_effects"]
+__all__ = [
+    "is_leaf",
+    "is_metric",
+    "is_torch_leaf",
+    "keep_attributes",
+    "recording_patches",
+    "refuse_effects",
+    "refuse_hooks",
+]
 
-functorch_apis: Any = importlib.import_module("torch._functorch.apis")
 checkpointing: Any = importlib.import_module("torch.utils.checkpoint")
 scripted: Any = torch._C.ScriptFunction
 any_module: Any = nn.Module
-any_function: Any = torch.autograd.Function
+any_function: Any = importlib.import_module("torch.autograd.function")._SingleLevelFunction
+"""The class that ``Function.apply`` calls on: an ``apply`` that was taken before recording comes here too."""
 anything: Any = builtins
 compiler: Any = torch.compiler
 
@@ -66,7 +78,7 @@ def _is_metric_class(kind: type) -> bool:
 
 def is_leaf(recorder: Recorder, module: nn.Module, name: str) -> bool:
     """Whether a call of this module is one op."""
-    if name in recorder.whole or is_metric(module) or is_torch_leaf(module):
+    if name in recorder.whole or is_metric(module) or is_torch_leaf(module) or is_einops_layer(type(module)):
         return True
     return not isinstance(module, _OPEN) and not module._modules and ops.reads_training_flag(type(module))
 
@@ -85,7 +97,7 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
     lost: dict[str, NotRecordable] = {}
     for path, module, name, old, value in attributes.changes():
         inside = any(path == name_ or path.startswith(f"{name_}.") for name_ in whole)
-        if inside or is_torch_leaf(module) or is_metric(module) or (not path and name.startswith("_")):
+        if inside or is_torch_leaf(module) or is_metric(module) or (not path and _is_kept_elsewhere(module, name)):
             continue
         if is_tracked(value) or callable(value):
             continue
@@ -98,7 +110,7 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
             continue
         if value == old and type(value) is type(old):
             continue
-        kind = Unsettled if state.is_plain(old) and state.is_plain(value) else NotRecordable
+        kind = Unsettled if is_plain(old) and is_plain(value) else NotRecordable
         lost.setdefault(
             path,
             kind(
@@ -113,6 +125,21 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
         error = lost[first]
         error.also = tuple((path, str(lost[path])) for path in others if type(lost[path]) is type(error))
         raise error
+
+
+def refuse_hooks(recorder: Recorder, hooks: Hooks) -> None:
+    """A call that leaves hooks behind has set the model up: the recording starts from what one call leaves."""
+    for path, name in hooks.changes():
+        recorder.failed_in = [path]
+        raise Unsettled(
+            f"the call adds or removes hooks of module {path!r} ({name}); a recorded call does not. Register hooks "
+            "before the model is recorded, and remove in the call what the call has added"
+        )
+
+
+def _is_kept_elsewhere(module: nn.Module, name: str) -> bool:
+    """Whether an attribute is torch's or Lightning's own, or is set again after each step by whoever watches it."""
+    return name in OWN_NAMES or getattr(type(module), "_pipepart_sets", False)
 
 
 def refuse_effects(recorder: Recorder, effects: Effects) -> None:
@@ -226,18 +253,6 @@ def _apply(recorder: Recorder, original: Any, kind: Any, args: Any, kwargs: Any)
     return recorder.run_whole(real, "call_function", intrinsics.apply_function(kind), args, kwargs)
 
 
-def _vmap(recorder: Recorder, original: Any, function: Any, settings: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-    """A call of what ``torch.func.vmap`` made of `function`: one op over the tensors that are passed to it."""
-    if not recorder.recording or recorder.frames:
-        return original(function, *settings, *unwrap(args), **unwrap(kwargs))
-
-    def whole(*values: Any, **more: Any) -> Any:
-        return original(function, *settings, *values, **more)
-
-    name = f"vmap_{getattr(function, '__qualname__', type(function).__name__)}_{settings}"
-    return recorder.run_whole(whole, "call_function", intrinsics.opaque_function(whole, name), args, kwargs)
-
-
 @contextmanager
 def recording_patches(recorder: Recorder, modules: Iterable[tuple[str, nn.Module]], compiling: bool) -> Iterator[None]:
     """Module calls, custom autograd functions, scripted functions, ``len`` and metrics go through the recorder.
@@ -245,7 +260,7 @@ def recording_patches(recorder: Recorder, modules: Iterable[tuple[str, nn.Module
     With `compiling`, libraries that ask whether they are being compiled hear yes, and take paths free of data reads.
     """
     module_call = nn.Module.__call__
-    apply = torch.autograd.Function.__dict__["apply"]
+    apply = torch._C._FunctionBase.__dict__["apply"]
     script_call = scripted.__call__
     length = builtins.len
     compile_flags = torch.compiler.is_compiling, torch.compiler.is_exporting
@@ -253,20 +268,17 @@ def recording_patches(recorder: Recorder, modules: Iterable[tuple[str, nn.Module
 
     def patched_len(value: Any) -> int:
         size = length(value)
-        return recorder.length(value, size) if isinstance(value, torch.Tensor) else size
+        if isinstance(value, torch.Tensor):
+            return recorder.length(value, size)
+        if recorder.recording and not recorder.frames and library_of(value, "chemprop", "BatchMolGraph"):
+            return value.batch.max().item() + 1  # type: ignore[no-any-return, attr-defined]
+        return size
 
     def patched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.recording or recorder.frames:
             return script_call(function, *unwrap(args), **unwrap(kwargs))
         target = intrinsics.opaque_function(function, f"script_{getattr(function, 'name', 'function')}")
         return recorder.run_whole(lambda *a, **k: script_call(function, *a, **k), "call_function", target, args, kwargs)
-
-    vmap = functorch_apis.vmap_impl
-
-    def patched_vmap(
-        function: Any, in_dims: Any, out_dims: Any, randomness: Any, size: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        return _vmap(recorder, vmap, function, (in_dims, out_dims, randomness, size), args, kwargs)
 
     checkpoint = checkpointing._checkpoint_without_reentrant_generator
 
@@ -293,7 +305,6 @@ def recording_patches(recorder: Recorder, modules: Iterable[tuple[str, nn.Module
     any_function.apply = classmethod(lambda kind, *a, **k: _apply(recorder, apply, kind, a, k))
     scripted.__call__ = patched_script
     anything.len = patched_len
-    functorch_apis.vmap_impl = patched_vmap
     checkpointing._checkpoint_without_reentrant_generator = patched_checkpoint
     if compiling:
         compiler.is_compiling = compiler.is_exporting = lambda: True
@@ -306,11 +317,10 @@ def recording_patches(recorder: Recorder, modules: Iterable[tuple[str, nn.Module
         yield
     finally:
         any_module.__call__ = module_call
-        any_function.apply = apply
+        del any_function.apply  # the one that it inherits is seen again
         scripted.__call__ = script_call
         anything.len = length
         anything.print = show
-        functorch_apis.vmap_impl = vmap
         checkpointing._checkpoint_without_reentrant_generator = checkpoint
         compiler.is_compiling, compiler.is_exporting = compile_flags
         for attributes, name, value in saved:

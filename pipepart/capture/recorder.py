@@ -16,11 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from pipepart.capture import intrinsics, ops
 from pipepart.capture.arguments import has_tensor, tensors_in, unwrap
-from pipepart.capture.facts import outside_rng, reached, storage_of, version_of
+from pipepart.capture.facts import gradient_edge, is_same_memory, outside_rng, reached, storage_of, version_of
 from pipepart.capture.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable
 from pipepart.capture.functions import enclosing_function
 from pipepart.capture.graph_recorder import GraphRecorder, unseen
 from pipepart.capture.naming import name_of
+from pipepart.capture.places import Guards
+from pipepart.capture.state_numbers import fixed_sizes
 
 __all__ = ["RecordMode", "Recorder"]
 
@@ -41,12 +43,22 @@ def _plain(tensors: list[torch.Tensor]) -> bool:
     return all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
 
 
+def _joined(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What was known before a call of some inputs and of others."""
+    return a[0] + b[0], {**a[1], **b[1]}, a[2] + b[2]
+
+
 @dataclass
 class _Frame:
     """A module or function that is run whole: what it may touch."""
 
     tensors: set[int]
     prefix: str | None
+    borrowed: dict[str, torch.Tensor] | None = None
+    """Parameters and buffers that it uses without owning them, if it may."""
+
+
+_INSIDE = _Frame(set(), "")
 
 
 class Recorder(GraphRecorder):
@@ -63,6 +75,8 @@ class Recorder(GraphRecorder):
         self.failed_in: list[str] | None = None
         self.watching = False  # whether each module is asked if it draws random numbers outside torch
         self.drawn: Any = None  # the state of those random numbers, as far as ops that are kept whole account for it
+        self.has_state = False  # whether numbers of the user's Python state are inputs of the graph
+        self.guards_of_state = Guards()
         self.notes: list[str] = []
         self.rng_state: torch.Tensor | None = None  # of torch, after the last op
         self.leaf_edges: dict[int, tuple[Any, int]] = {}
@@ -81,11 +95,15 @@ class Recorder(GraphRecorder):
         name = name_of(func)
         if name in ops.NOT_OPS or name == "_set_grad_enabled":
             return func(*plain_args, **plain_kwargs)
+        if self.has_state and name not in ops.ARITHMETIC:
+            args, kwargs = fixed_sizes(name, args), fixed_sizes(name, kwargs)
         if name == "__iter__":
             return iter(self.torch_call(torch.unbind, (args[0], 0), {}))
         if name == "__get__":
             return self._property(func, args)
         if name == "__set__" and getattr(func.__self__, "__name__", "") not in ("requires_grad", "grad"):
+            if func.__self__.__name__ == "data" and is_same_memory(args[0], args[1]):
+                return None  # `module.to(device)` where the module is there already
             raise NotRecordable(f"assignment to Tensor.{func.__self__.__name__} in {self.here()}")
         if func is torch.autograd.grad or func is torch.autograd.backward or name == "backward":
             raise NotRecordable(f"{name} is called while the model runs, in {self.here()}")
@@ -98,7 +116,11 @@ class Recorder(GraphRecorder):
             raise DataDependent(f"{name} of a tensor whose shape depends on data, in {self.here()}")
         inputs = tensors_in((args, kwargs))
         before = self._before(inputs)
-        out = func(*plain_args, **plain_kwargs)
+        self.frames.append(_INSIDE)  # what the op itself calls (the autograd function of a custom op) is part of it
+        try:
+            out = func(*plain_args, **plain_kwargs)
+        finally:
+            self.frames.pop()
         if not has_tensor(out) and out is not None:
             return self._number(name, args, kwargs, out)
         if name in ("tensor", "as_tensor", "from_numpy") and args and type(args[0]).__module__ == "numpy":
@@ -137,17 +159,20 @@ class Recorder(GraphRecorder):
         stateful: bool = False,
         random: bool = False,
         closed: bool = False,
+        borrows: bool = False,
     ) -> Any:
         """Record a call without looking inside. What it touches must be among its arguments or below `prefix`.
 
-        `closed` calls are known to touch nothing else: what they do is not watched.
+        `closed` calls are known to touch nothing else: what they do is not watched. A call that `borrows` may use any
+        parameters and buffers of the model; the op has them as its argument ``uses``.
         """
         inputs = tensors_in((args, kwargs))
         node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs))
         state = own or []
         if self._draws_outside():
             raise DrawsOutside(f"random numbers outside torch (Python's random or numpy) are drawn in {self.here()}")
-        self.frames.append(_Frame({id(t) for t in inputs}, prefix))
+        frame = _Frame({id(t) for t in inputs}, prefix, {} if borrows else None)
+        self.frames.append(frame)
         try:
             before = self._before(inputs)
             versions = [version_of(t) for t in state]
@@ -157,6 +182,10 @@ class Recorder(GraphRecorder):
         finally:
             self.frames.pop()
         random = self._draws_outside() or random
+        if frame.borrowed:
+            node_kwargs = {**node_kwargs, "uses": tuple(self.read_attribute(name) for name in frame.borrowed)}
+            more = list(frame.borrowed.values())
+            inputs, before = inputs + more, _joined(before, self._before(more))
         node = self.make(op, target, tuple(lead) + node_args, node_kwargs)
         self.facts[node].stateful, self.facts[node].random = changed or stateful, random
         self._finish(node, inputs, before, out)
@@ -183,6 +212,9 @@ class Recorder(GraphRecorder):
         for tensor, node in zip(inputs, nodes):
             if tensor.requires_grad and not tensor.is_inference():
                 edges[self._edge(tensor)] = node
+                base = tensor._base  # changed in place, a view hangs on the history of its base and no more on its own
+                if base is not None and base.requires_grad:
+                    edges.setdefault(self._edge(base), node)
         if self.rng_state is None:
             self._drew()
         return [version_of(t) for t in inputs], edges, nodes
@@ -195,8 +227,8 @@ class Recorder(GraphRecorder):
         key = id(tensor)
         known = self.leaf_edges.get(key)
         if known is None:
-            edge = torch.autograd.graph.get_gradient_edge(tensor)
-            known = (edge.node, edge.output_nr)
+            edge = gradient_edge(tensor)
+            known = (edge.node, edge.output_nr) if edge is not None else (None, 0)
             if key in self.tensor_names:
                 self.leaf_edges[key] = known
         return known
@@ -295,7 +327,9 @@ class Recorder(GraphRecorder):
             if key in frame.tensors:
                 continue
             name = self.tensor_names.get(key)
-            if name is not None:
+            if name is not None and frame.borrowed is not None:
+                frame.borrowed[name] = tensor
+            elif name is not None:
                 inside = frame.prefix is not None and (name.startswith(f"{frame.prefix}.") or self._tied(tensor, frame))
                 if not inside and tensor.requires_grad and frame.prefix != "":
                     raise NotRecordable(

@@ -13,11 +13,13 @@ import torch.fx as fx
 import torch.nn as nn
 
 from pipepart.capture import trees
+from pipepart.capture.batching import Batching
 from pipepart.capture.checkpoints import Checkpoint
 from pipepart.capture.fingerprint import describe
+from pipepart.capture.places import Guards, Place, is_number, number_of
 from pipepart.errors import CaptureError
 
-__all__ = ["ANY", "GuardError", "Input", "LogCall", "OpMeta", "Recording"]
+__all__ = ["ANY", "GuardError", "Input", "LogCall", "OpMeta", "Recording", "StateChanged"]
 
 
 ANY = type("ANY", (), {"__repr__": lambda self: "ANY"})()
@@ -26,6 +28,10 @@ ANY = type("ANY", (), {"__repr__": lambda self: "ANY"})()
 
 class GuardError(CaptureError):
     """A value that the recording was specialised on has changed; recording again would work."""
+
+
+class StateChanged(GuardError):
+    """A number of the Python state that is an input of the graph is no such number any more."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class Input:
     dtype: torch.dtype | None = None
     value: Any = None
     dynamic: tuple[bool, ...] = ()
+    place: Place | None = None
+    """Where the user's Python state holds this number; `value` is then its type."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,16 @@ class Recording:
     """What is fixed, kept whole and why, kept or not kept, in words."""
     sizes: Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]] = field(default_factory=dict)
     """For (input, dimension) pairs that were changed together: another size with the same graph, or None and why."""
+    guards: Guards = field(default_factory=Guards)
+    """The plain Python values that were read while it was recorded: it holds while these are the same."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """The regions of activation checkpointing; ``node.meta["checkpoint"]`` has the regions of an op as positions here."""
+    roots: tuple[int, ...] = ()
+    """The outputs that gradients come in for, where the loss is made of them elsewhere."""
+    batching: Batching | None = None
+    """Which inputs hold the samples (always along dimension 0 in the graph), if that was said when it was recorded."""
+    moved: tuple[int, ...] = ()
+    """For each flat output of the result the dimension of its samples in the user's result; in the graph it is 0."""
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """The leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
@@ -115,12 +131,15 @@ class Recording:
                 )
         else:
             leaves, tree = trees.flatten((tuple(args), dict(kwargs or {})))
+        if self.batching is not None and tree == self.input_tree:
+            leaves = self.batching.first(leaves)
         if tree != self.input_tree:
             raise CaptureError(
                 f"the arguments of {self._what()} have another structure than the example it was recorded with.\n"
                 f"  expected: {self.input_tree}\n  got:      {tree}\n"
                 "  do: give batches of one structure, or record again with an example of the new one"
             )
+        leaves += [self._state_number(spec) for spec in self.inputs[len(leaves) :] if spec.place is not None]
         for leaf, spec in zip(leaves, self.inputs):
             self._check(leaf, spec)
         for group in self.equal_sizes:
@@ -136,6 +155,9 @@ class Recording:
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The flat outputs (those of logs are ignored) in the structure that the user's function returned."""
+        if any(self.moved):
+            dims = [*self.moved, *[0] * (len(leaves) - len(self.moved))]
+            leaves = [v.movedim(0, d) if d and isinstance(v, torch.Tensor) else v for v, d in zip(leaves, dims)]
         return trees.unflatten(leaves, self.output_tree)
 
     def module(self) -> nn.Module:
@@ -169,14 +191,35 @@ class Recording:
         """The same on every process and machine for the same model and step: ops, constants, parameter shapes."""
         return hashlib.sha256(describe(self).encode()).hexdigest()
 
+    @cached_property
+    def changed_inputs(self) -> frozenset[str]:
+        """The names of the inputs whose memory the recorded ops change in place."""
+        changed = {storage for node in self.graph.nodes for storage in node.meta["storages"][2]}
+        nodes = (node for node in self.graph.nodes if node.op == "placeholder")
+        return frozenset(
+            spec.name for node, spec in zip(nodes, self.inputs) if not changed.isdisjoint(node.meta["storages"][1])
+        )
+
     @property
     def ops(self) -> tuple[fx.Node, ...]:
         """The nodes that count as ops, in program order: all but the reads of parameters and buffers."""
         return tuple(node for node in self.graph.nodes if node.op != "get_attr")
 
+    @property
+    def draws(self) -> bool:
+        """Whether some op draws random numbers."""
+        return any(node.meta["op"].random for node in self.ops if "op" in node.meta)
+
     def _what(self) -> str:
         name = type(self.root).__name__
         return f"{name}.{self.step}" if self.step else name
+
+    def _state_number(self, spec: Input) -> int | float:
+        assert spec.place is not None
+        value = spec.place.read()
+        if not is_number(value) or type(number_of(value)) is not spec.value:
+            raise StateChanged(f"{spec.path}: expected a number of type {spec.value.__name__}, it is {value!r}")
+        return number_of(value)
 
     def _check(self, leaf: Any, spec: Input) -> None:
         where = f"argument {spec.path} of {self._what()}"

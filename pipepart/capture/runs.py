@@ -12,17 +12,49 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from pipepart.capture import state, symbols, trees
+from pipepart.capture import caches, memos, state, symbols, trees
 from pipepart.capture.arguments import holds_tensors
+from pipepart.capture.batching import Batching
+from pipepart.capture.blame import Trace
+from pipepart.capture.caches import CachedFunction
+from pipepart.capture.contexts import contexts_refused
 from pipepart.capture.effects import Effects
+from pipepart.capture.einops_calls import einops_recorded
 from pipepart.capture.facts import Fact, outside_rng
 from pipepart.capture.failures import DrawsOutside
-from pipepart.capture.functions import calls_kept_whole, watch_makers
-from pipepart.capture.patches import is_leaf, keep_attributes, recording_patches, refuse_effects
+from pipepart.capture.functions import calls_kept_whole, library_functions, watch_makers
+from pipepart.capture.outcome import Outcome, backward_roots, outcome_of
+from pipepart.capture.patches import (
+    is_leaf,
+    is_metric,
+    keep_attributes,
+    recording_patches,
+    refuse_effects,
+    refuse_hooks,
+)
+from pipepart.capture.places import Place
+from pipepart.capture.reachable import variables
+from pipepart.capture.reads import Reads
 from pipepart.capture.recorder import Recorder, RecordMode
 from pipepart.capture.recording import Input
+from pipepart.capture.setup import Hooks, Setup
+from pipepart.capture.transforms import transforms_recorded
 
-__all__ = ["Call", "Retry", "Run", "RunFailed", "Settings", "copy_leaf", "eager", "keep_whole", "run_once", "settle"]
+__all__ = [
+    "Call",
+    "Retry",
+    "Run",
+    "RunFailed",
+    "Settings",
+    "copy_leaf",
+    "eager",
+    "found_caches",
+    "keep_whole",
+    "original",
+    "remember",
+    "run_once",
+    "settle",
+]
 
 WHOLE_LIMIT = 0.4
 """A module that cannot be looked into is kept whole if it has at most this share of the parameters."""
@@ -41,6 +73,21 @@ class Call:
     inputs: tuple[Input, ...]
     tree: trees.Tree
     step: str | None = None
+    entries: tuple[Any, ...] = ()
+    """Functions that the call begins with, to find the variables that its code uses."""
+    batching: Batching | None = None
+    """Which leaves hold the samples, if that is known."""
+    others: tuple[tuple[Any, ...], ...] = ()
+    """The leaves of other batches, for batches whose sizes cannot be changed by leaving rows out."""
+    moved: list[int] = field(default_factory=list)
+    """For each leaf of the last result the dimension that `run` has moved to the front."""
+    thorough: bool = False
+    """The proof compares the gradients of all floating inputs."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients matter: the steps of an evaluation have none."""
+        return self.step in (None, "training_step")
 
     @property
     def what(self) -> str:
@@ -57,7 +104,7 @@ class Run:
     logs: list[tuple[str, nn.Module | None, dict[str, Any]]]
     output_count: int
     loss_index: int | None
-    values: list[Any]
+    outcome: Outcome
     leaves: list[Any]
 
 
@@ -74,7 +121,21 @@ class Settings:
     """Functions that are kept whole: they compute with numpy."""
     makers: bool = False
     """Whether to watch which function returns which numpy array."""
+    caches: dict[int, list[CachedFunction]] = field(default_factory=dict)
+    """Cached functions (lru_cache) that are called with sizes, by identity, and the places that refer to them."""
+    tables: list[Any] = field(default_factory=list)
+    """Dictionaries that the model fills by size."""
+    suspects: list[Any] | None = None
+    """Dictionaries that the model may have filled by size before; None: nobody has looked for them yet."""
+    warm: bool = False
+    """Whether the model was recorded again since something was set up in its first run."""
     history: list[str] = field(default_factory=list)
+    variables: list[Place] | None = None
+    """Variables of files and enclosing functions that the code can use."""
+
+    def cached(self) -> list[CachedFunction]:
+        """All places that refer to cached functions which are called with sizes."""
+        return [place for places in self.caches.values() for place in places]
 
 
 class Retry(Exception):
@@ -102,6 +163,33 @@ def keep_whole(root: nn.Module, path: str, settings: Settings, why: str) -> bool
     return True
 
 
+def remember(error: Exception, settings: Settings) -> None:
+    """If a run has found dictionaries that the model fills by size, record again with them empty."""
+    if isinstance(error, memos.Remembers) or settings.suspects:
+        settings.tables += error.tables if isinstance(error, memos.Remembers) else ()
+        settings.suspects = []
+        raise Retry from None
+
+
+def suspect(names: state.Names, settings: Settings) -> None:
+    """Record once with all dictionaries empty that look as if they were filled by size, if there are any."""
+    if settings.suspects is None:
+        settings.suspects = memos.suspects(names.listed)
+        if settings.suspects:
+            raise Retry
+
+
+def found_caches(run: Run, settings: Settings) -> bool:
+    """Whether a run has called cached functions with sizes that were not known yet; they are from now on."""
+    new: dict[int, list[CachedFunction]] = {}
+    for place in (place for places in run.recorder.cached.values() for place in places):
+        if id(place.function) not in settings.caches:
+            new.setdefault(id(place.function), []).append(place)
+    caches.forget([place for places in new.values() for place in places])
+    settings.caches.update(new)
+    return bool(new)
+
+
 def eager(call: Call, leaves: list[Any], mode: Any) -> Any:
     with ExitStack() as stack:
         stack.enter_context(state.preserved(call.root))
@@ -110,32 +198,66 @@ def eager(call: Call, leaves: list[Any], mode: Any) -> Any:
         return call.run([copy_leaf(leaf) for leaf in leaves])
 
 
+def original(call: Call, leaves: list[Any], mode: Any, backward: bool) -> Outcome:
+    """What the model gives of itself, not recorded: outputs and logged values, and with `backward` its gradients."""
+    with ExitStack() as stack:
+        stack.enter_context(state.preserved(call.root))
+        stack.enter_context(torch.enable_grad())
+        if mode is not None:
+            stack.enter_context(mode)
+        given = [copy_leaf(leaf) for leaf in leaves]
+        result, logs = call.run(list(given))
+        outputs, tree = trees.flatten(result)
+        flat = [*outputs, *(value for _, value, _ in logs if not isinstance(value, nn.Module))]
+        if mode is not None:
+            return Outcome(flat)
+        return outcome_of(flat, loss_index(tree, outputs), call.root, _by_name(call, given), backward)
+
+
+def _by_name(call: Call, leaves: Sequence[Any]) -> dict[str, Any]:
+    return {spec.name: leaf for spec, leaf in zip(call.inputs, leaves)}
+
+
 def settle(call: Call, leaves: list[Any], mode: Any) -> None:
-    """Call the model once and keep the plain attributes that it sets, as any call of the user's would."""
+    """Call the model once and keep the plain attributes and hooks that it sets, as any call of the user's would."""
     with ExitStack() as stack:
         stack.enter_context(state.preserved(call.root))
         if mode is not None:
             stack.enter_context(mode)
         call.run([copy_leaf(leaf) for leaf in leaves])
-        after = state.plain_attributes(call.root)
-    state.set_attributes(after)
+        after = Setup(call.root.named_modules())
+    after.put()
 
 
 def copy_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     copy = leaf.detach().clone()
-    return copy.requires_grad_() if leaf.requires_grad else copy
+    if not leaf.requires_grad:
+        return copy
+    return copy.requires_grad_() if leaf.is_leaf else copy.requires_grad_().clone()
 
 
-def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any) -> Run:
+def run_once(
+    call: Call,
+    leaves: list[Any],
+    names: state.Names,
+    settings: Settings,
+    mode: Any,
+    backward: bool = False,
+    trace: Trace | None = None,
+) -> Run:
+    """Record one run. With `backward` its gradients are taken too; a `trace` sees every value that is computed."""
     recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards, mode is not None)
+    recorder.trace = trace
     with ExitStack() as stack:
         stack.enter_context(state.preserved(call.root, [module for _, module in names.listed]))
         stack.enter_context(torch.enable_grad())
         if mode is not None:
             stack.enter_context(mode)
+        stack.enter_context(memos.emptied([*settings.tables, *(settings.suspects or ())]))
         values = []
+        numbers: list[tuple[Place, Any]] = []
         for leaf, spec in zip(leaves, call.inputs):
             node = recorder.graph.placeholder(spec.name)
             recorder.facts[node] = Fact(varies=spec.kind != "constant")
@@ -144,21 +266,39 @@ def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settin
                 recorder.bind(value, node)
             elif spec.kind == "number":
                 recorder.facts[node].number = value
-                value = symbols.StepNumber(value, recorder, partial(_itself, node))
+                value = symbols.StepNumber(value, recorder, partial(_itself, node), spec.place is not None)
+                if spec.place is not None:
+                    numbers.append((spec.place, value))
             values.append(value)
+        recorder.has_state = bool(numbers)
+        reads = Reads(names.modules, is_metric, lambda: recorder.recording and not recorder.frames, numbers)
+        if settings.variables is None:
+            settings.variables = variables(call.entries, names.listed)
         try:
             with ExitStack() as patches:
                 patches.enter_context(recording_patches(recorder, names.listed, settings.compiling))
-                patches.enter_context(calls_kept_whole(recorder, settings.functions))
+                patches.enter_context(calls_kept_whole(recorder, [*library_functions(), *settings.functions]))
+                patches.enter_context(einops_recorded(recorder))
+                patches.enter_context(transforms_recorded(recorder))
+                patches.enter_context(contexts_refused(recorder))
+                patches.enter_context(caches.bypassed(recorder, settings.cached()))
                 patches.enter_context(RecordMode(recorder))
                 if settings.makers:
                     patches.enter_context(watch_makers(recorder.makers, recorder.kept))
                 recorder.watching, recorder.drawn = settings.watching, outside_rng()
                 attributes, around = state.Attributes(names.listed), Effects(names.listed, partial(is_leaf, recorder))
-                result, logs = call.run(values)
+                hooks = Hooks(names.listed)
+                with reads.collecting(settings.variables):
+                    result, logs = call.run(values)
+                recorder.guards_of_state = reads.guards()
+                recorder.notes += reads.notes
                 if outside_rng() != recorder.drawn:
                     raise DrawsOutside("the model draws random numbers outside torch (Python's random or numpy)")
+                memos.filled(recorder, attributes, around, settings.tables, settings.suspects or ())
+                for table in settings.tables:
+                    table.clear()
                 keep_attributes(recorder, attributes)
+                refuse_hooks(recorder, hooks)
                 refuse_effects(recorder, around)
                 outputs, tree = trees.flatten(result)
                 count = len(outputs)
@@ -168,13 +308,19 @@ def run_once(call: Call, leaves: list[Any], names: state.Names, settings: Settin
                 recorder.recording = False
         except Exception as error:
             recorder.recording = False
+            symbols.finish(recorder.numbers)
             raise RunFailed(error, recorder.failed_in or [""]) from error
         recorder.facts[recorder.graph.output(nodes)] = Fact()
         loss = loss_index(tree, outputs)
-        flat = [value.detach() if isinstance(value, torch.Tensor) else value for value in flat]
+        if trace is not None and backward:
+            trace.backward(*backward_roots(flat, loss))
+        if backward:
+            outcome = outcome_of(flat, loss, call.root, _by_name(call, values), True, retain=trace is not None)
+        else:
+            outcome = Outcome([value.detach() if isinstance(value, torch.Tensor) else value for value in flat])
         logs = [(name, value if isinstance(value, nn.Module) else None, options) for name, value, options in logs]
         recorder.release()
-        return Run(recorder, tree, logs, count, loss, flat, leaves)
+        return Run(recorder, tree, logs, count, loss, outcome, leaves)
 
 
 def loss_index(tree: trees.Tree, outputs: Sequence[Any]) -> int | None:

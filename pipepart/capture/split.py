@@ -270,6 +270,8 @@ class _Layout:
         index = self.recording.loss_index
         if index is not None:
             return {self.outputs[index]}
+        if self.recording.roots:
+            return {self.outputs[root] for root in self.recording.roots}
         return {out for out in self.outputs if isinstance(out, fx.Node)}
 
     def _contributing(self) -> set[fx.Node]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,15 +17,17 @@ import torch
 import torch.nn as nn
 
 from pipepart.capture.effects import same_items
+from pipepart.capture.own_names import OWN_NAMES
+from pipepart.capture.setup import Hooks
 from pipepart.errors import CaptureError
 
 __all__ = [
     "Attributes",
     "Names",
     "is_abstract",
-    "is_plain",
     "names_of",
     "no_collection",
+    "not_compiled",
     "preserved",
     "refuse_wrapped",
     "stand_ins",
@@ -57,29 +61,6 @@ def names_of(root: nn.Module) -> Names:
     return names
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a Python number, text, None, or a tuple of such: what a module sets itself up with."""
-    if isinstance(value, tuple):
-        return all(is_plain(item) for item in value)
-    return value is None or (
-        isinstance(value, (bool, int, float, str, torch.Size)) and not str(value).endswith(" items")
-    )
-
-
-def plain_attributes(root: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """The plain Python attributes of all modules."""
-    return [
-        (module, {key: value for key, value in vars(module).items() if key != "training" and is_plain(value)})
-        for module in root.modules()
-    ]
-
-
-def set_attributes(attributes: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Put plain attributes back."""
-    for module, values in attributes:
-        vars(module).update(values)
-
-
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Python's collector of cycles is off inside: recording makes many small objects that all stay."""
@@ -93,18 +74,26 @@ def no_collection() -> Iterator[None]:
 
 
 def refuse_wrapped(root: nn.Module) -> None:
-    """Modules that are compiled, already distributed, or not yet built cannot be recorded: say so by name."""
+    """Modules that are already distributed, or not yet built, cannot be recorded: say so by name."""
     for path, module in root.named_modules():
         home, name = type(module).__module__, type(module).__name__
         reason = ""
-        if name == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            reason = "is compiled; capture the original module"
-        elif home.startswith(("torch.nn.parallel", "torch.distributed")) and "._checkpoint." not in home:
+        if home.startswith(("torch.nn.parallel", "torch.distributed")) and "._checkpoint." not in home:
             reason = "wraps its module for distributed training; capture the module inside"
         elif any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
             reason = "is lazy and has no parameters yet; run the model once before"
         if reason:
             raise CaptureError(f"module {path!r} ({name}) {reason}")
+
+
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Whatever ``torch.compile`` has made of functions and modules runs as what it wraps."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def is_abstract(root: nn.Module) -> bool:
@@ -142,7 +131,7 @@ def _plain_registry(registry: Any) -> dict[str, Any]:
 
 @contextmanager
 def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Whatever runs inside, buffers, gradients, plain attributes and the random number generators are as before.
+    """Whatever runs inside, buffers, gradients, attributes, hooks and the random number generators are as before.
 
     `modules` are those of the root, if the caller has them at hand.
     """
@@ -159,6 +148,7 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
         for module in modules
         if type(module._parameters) is dict and type(module._buffers) is dict
     ]
+    hooks = Hooks(("", module) for module in modules)
     rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
@@ -172,7 +162,8 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
                 value = before[key]
                 if not same_items(copy, value):
                     value.clear()
-                    (value.extend if isinstance(value, list) else value.update)(copy)
+                    (value.extend if isinstance(value, (list, deque)) else value.update)(copy)
+        hooks.put()
         for module, registered, known in registries:
             module._parameters.clear()
             module._parameters.update(registered)
@@ -192,13 +183,13 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
 
 
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
-_CONTAINERS = frozenset({list, dict, set})
+_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
 
 
 def _containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Copies of the plain containers of a module that a forward may append to."""
     for key, value in vars(module).items():
-        if type(value) in _CONTAINERS and key not in _REGISTRIES:
+        if type(value) in _CONTAINERS and (key not in OWN_NAMES or key == "_non_persistent_buffers_set"):
             yield key, value.copy()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,11 @@ import torch
 import torch.nn as nn
 
 from pipepart.capture import trees
-from pipepart.capture.record import describe_leaf, record_call
+from pipepart.capture.batching import Batching, first_in_result
+from pipepart.capture.leaves import describe_leaf
+from pipepart.capture.places import Place
+from pipepart.capture.reads import active
+from pipepart.capture.record import record_call
 from pipepart.capture.recording import Input, Recording
 from pipepart.capture.runs import Call
 from pipepart.errors import CaptureError
@@ -21,6 +25,8 @@ __all__ = ["STEPS", "record_step"]
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _COUNTERS = ("global_step", "current_epoch")
+_OF_THE_RANK = {"is_global_zero": True, "global_rank": 0, "local_rank": 0, "node_rank": 0}
+"""A step runs once over all stages: it sees what it sees in one process."""
 
 
 class _TrainerView:
@@ -41,7 +47,10 @@ class _TrainerView:
             raise CaptureError(
                 f"the step reads trainer.{name}, and the module has no trainer yet; attach one, or record inside fit"
             )
-        return getattr(self._trainer, name)
+        if name in _OF_THE_RANK:
+            return _OF_THE_RANK[name]
+        reads = active()
+        return getattr(self._trainer, name) if reads is None else reads.of_trainer(self._trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise CaptureError(f"the step sets trainer.{name}; a recorded step has no such side effects")
@@ -105,11 +114,23 @@ def _logged(value: Any) -> Any:
 
 
 def record_step(
-    module: nn.Module, step: str, batch: Any, *, batch_idx: int = 0, dataloader_idx: int | None = None
+    module: nn.Module,
+    step: str,
+    batch: Any,
+    *,
+    batch_idx: int = 0,
+    dataloader_idx: int | None = None,
+    numbers: Sequence[Place] = (),
+    batching: Batching | None = None,
+    others: Sequence[Any] = (),
+    thorough: bool = False,
 ) -> Recording:
     """Record ``training_step`` (or another step) of a LightningModule on an example batch.
 
-    The leaves of the batch are inputs, and so are the numbers ``batch_idx``, ``global_step`` and ``current_epoch``.
+    The leaves of the batch are inputs, and so are the numbers ``batch_idx``, ``global_step``, ``current_epoch``,
+    and those of the Python state at the places `numbers`. `batching` says which leaves hold the samples; `others` are
+    further batches, where rows cannot be left out. With `thorough`, the proof compares the gradients of all floating
+    inputs, too.
     """
     if step not in STEPS:
         raise CaptureError(f"record_step: unknown step {step!r}; expected one of {', '.join(STEPS)}")
@@ -119,29 +140,35 @@ def record_step(
             "since the step itself would run backward and the optimizer. Return the loss instead"
         )
     leaves, tree = trees.flatten(batch)
+    leaves = leaves if batching is None else batching.first(leaves)
     paths = [f"batch{path}" for path in trees.leaf_paths(tree)]
     inputs = [describe_leaf(leaf, path, numbers=True) for leaf, path in zip(leaves, paths)]
-    numbers: dict[str, int] = {"batch_idx": batch_idx}
+    given_numbers: dict[str, int] = {"batch_idx": batch_idx}
     if dataloader_idx is not None:
-        numbers["dataloader_idx"] = dataloader_idx
-    numbers.update({name: _counter(module, name) for name in _COUNTERS})
-    inputs += [Input(name, name, "number") for name in numbers]
+        given_numbers["dataloader_idx"] = dataloader_idx
+    given_numbers.update({name: _counter(module, name) for name in _COUNTERS})
+    inputs += [Input(name, name, "number") for name in given_numbers]
     count = len(leaves)
     method = getattr(type(module), step)
     names = list(inspect.signature(method).parameters)[1:]
 
     def run(values: list[Any]) -> tuple[Any, list[Any]]:
-        given = trees.unflatten(values[:count], tree)
-        number = dict(zip(numbers, values[count:]))
+        own = values[:count] if batching is None else batching.back(values[:count])
+        given = trees.unflatten(own, tree, True)
+        number = dict(zip(given_numbers, values[count:]))
         logs: list[Any] = []
         extra = {name: number[name] for name in ("batch_idx", "dataloader_idx") if name in names and name in number}
         position = [number["batch_idx"]] if len(names) > 1 and "batch_idx" not in names else []
         counters = {name: number[name] for name in _COUNTERS}
         with _recording_view(module, counters, logs):
             result = getattr(module, step)(given, *position, **extra)
-        return result, logs
+        return first_in_result(result, values, batching, moved), logs
 
-    recording = record_call(Call(module, run, (*leaves, *numbers.values()), tuple(inputs), tree, step))
+    moved: list[int] = []
+    further = tuple(tuple(trees.leaves_of(other)) for other in others)
+    example = (*leaves, *given_numbers.values())
+    call = Call(module, run, example, tuple(inputs), tree, step, (method,), batching, further, moved, thorough)
+    recording = record_call(call, None, numbers)
     if step == "training_step" and recording.loss_index is None:
         raise CaptureError(
             f"{type(module).__name__}.training_step returned no loss: expected a scalar tensor that requires grad, or a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from pipepart.capture import state, variants
 from pipepart.capture.explain import Explanation, explain
 from pipepart.capture.failures import NotRecordable
 from pipepart.capture.recorder import Recorder
-from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, keep_whole, run_once
+from pipepart.capture.runs import Call, Retry, Run, RunFailed, Settings, keep_whole, remember, run_once, suspect
 from pipepart.errors import CaptureError
 
 __all__ = ["Study"]
@@ -59,6 +59,7 @@ class Study:
             try:
                 run = self._run(dim, size)
             except RunFailed as error:
+                remember(error.error, self.settings)
                 if dim.is_batch and isinstance(error.error, NotRecordable):
                     for path in reversed(error.modules):
                         if keep_whole(self.call.root, path, self.settings, str(error)):
@@ -74,15 +75,52 @@ class Study:
                 self.sizes[dim.places] = size, ""
                 return True
             reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
+            if mismatch.constant and not self.settings.warm:  # perhaps the first run has set something up
+                self.settings.warm = True
+                raise Retry
             if dim.is_batch:
+                suspect(self.names, self.settings)
                 self._baked_in(mismatch.module, reason)
         self.reasons[dim], self.sizes[dim.places] = reason, (None, reason)
         return False
 
+    def examples(self, others: Sequence[list[Any]]) -> None:
+        """Record on other batches; what has another size there, and gives the same graph, is free.
+
+        For batches in pieces: rows of their leaves cannot be left out, since other leaves refer to them.
+        """
+        for other in others:
+            places = [
+                (i, dim)
+                for i, (mine, its) in enumerate(zip(self.leaves, other))
+                if isinstance(mine, torch.Tensor)
+                for dim in range(mine.dim())
+                if mine.shape[dim] != its.shape[dim]
+            ]
+            groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            for i, dim in places:
+                groups.setdefault((self.leaves[i].shape[dim], other[i].shape[dim]), []).append((i, dim))
+            dims = [variants.Dimension(size, tuple(group), False) for (size, _), group in groups.items()]
+            try:
+                run = run_once(self.call, other, self.names, self.settings, self.mode)
+            except RunFailed as error:
+                reason = f"fails on another batch ({str(error)[:160]})"
+            else:
+                mismatch, numbers = self._compare(run)
+                if mismatch is None and not numbers:
+                    self.runs.append(run)
+                    self.proved += dims
+                    continue
+                reason = f"on two batches: {mismatch.text if mismatch is not None else numbers[0].text}"
+            self.reasons.update(dict.fromkeys(dims, reason))
+
     def ignored_strings(self) -> set[int]:
         """Inputs that are text (names of samples) and have no influence: another text gives the same graph."""
         texts = {i for i, leaf in enumerate(self.leaves) if _is_text(leaf)}
-        if not texts or self.call.step is None:
+        if self.call.step is None:  # an argument may be the name of a mode; the texts of a container are of its samples
+            pieces = self.call.batching is not None and self.call.batching.in_pieces
+            texts = {i for i in texts if pieces and type(self.leaves[i]) is list}
+        if not texts:
             return set()
         changed = [_other_text(leaf) if i in texts else leaf for i, leaf in enumerate(self.leaves)]
         try:

@@ -3,19 +3,24 @@
 A size (``x.shape[0]``) must be a real `int` for PyTorch and for user code, so it is a subclass of `int` that can make an
 fx node of itself when it is used. A step counter is no `int` at all: ``float * int_subclass`` would bypass us, and a
 counter that is baked in is wrong at the next step.
+
+A number is tracked only while its own recording runs. User code may keep one longer (as a key or a value of a cache):
+it is a plain number from then on, also for the next recording, and it holds nothing of the recording it came from.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
 
-__all__ = ["StepNumber", "TrackedFloat", "TrackedInt", "is_tracked", "plain", "track"]
+__all__ = ["StepNumber", "Tracked", "TrackedFloat", "TrackedInt", "derive", "finish", "is_tracked", "plain", "track"]
 
 
 class Owner(Protocol):
@@ -24,21 +29,49 @@ class Owner(Protocol):
     @property
     def recording(self) -> bool: ...
 
+    @property
+    def numbers(self) -> list[Tracked]: ...
+
     def number_node(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node: ...
 
     def compared(self, op: Callable[..., Any], a: Any, b: Any, result: bool, from_data: bool) -> None: ...
 
+    def hashed(self, frame: types.FrameType) -> None: ...
 
-class _Tracked:
+
+class _Finished:
+    """The owner of numbers whose recording is over: they are plain numbers."""
+
+    recording = False
+
+    @property
+    def numbers(self) -> list[Tracked]:
+        return []
+
+    def number_node(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
+        raise RuntimeError(f"the recording that {value} belongs to is over")
+
+    def compared(self, op: Callable[..., Any], a: Any, b: Any, result: bool, from_data: bool) -> None:
+        pass
+
+    def hashed(self, frame: types.FrameType) -> None:
+        pass
+
+
+_FINISHED = _Finished()
+
+
+class Tracked:
     """State of a number: who records it, and how to make its node (made at most once, when first used)."""
 
     owner: Owner
-    make: Callable[[], fx.Node]
+    make: Callable[[], fx.Node] | None
     made: fx.Node | None
     from_data: bool
 
     def node(self) -> fx.Node:
         if self.made is None:
+            assert self.make is not None, "the recording is over"
             self.made = self.make()
         return self.made
 
@@ -49,33 +82,39 @@ class _Tracked:
         return type(plain(self)), (plain(self),)
 
 
-class TrackedInt(_Tracked, int):
+class TrackedInt(Tracked, int):
     """An `int` that came from a tensor's size or from ``Tensor.item()``."""
 
 
-class TrackedFloat(_Tracked, float):
+class TrackedFloat(Tracked, float):
     """A `float` computed from tracked numbers or from ``Tensor.item()``."""
 
 
-class StepNumber(_Tracked):
-    """A number that changes from step to step (``batch_idx``). Using its value in Python adds a guard."""
+class StepNumber(Tracked):
+    """A number that changes from step to step (``batch_idx``). Using its value in Python adds a guard.
 
-    def __init__(self, value: int | float, owner: Owner, make: Callable[[], fx.Node]):
+    `of_state` are numbers that the user's Python state holds, and what is computed from them.
+    """
+
+    def __init__(self, value: int | float, owner: Owner, make: Callable[[], fx.Node], of_state: bool = False):
         self.value, self.owner, self.make, self.made, self.from_data = value, owner, make, None, False
+        owner.numbers.append(self)
+        self.of_state = of_state
 
-    def _concrete(self) -> Any:
+    def concrete(self) -> Any:
+        """The value itself: from here on the graph holds for this value alone."""
         if self.owner.recording:
             self.owner.compared(operator.eq, self, self.value, True, False)
         return self.value
 
     def __int__(self) -> int:
-        return int(self._concrete())
+        return int(self.concrete())
 
     def __index__(self) -> int:
-        return operator.index(self._concrete())
+        return operator.index(self.concrete())
 
     def __float__(self) -> float:
-        return float(self._concrete())
+        return float(self.concrete())
 
     def __bool__(self) -> bool:
         result = bool(self.value)
@@ -84,13 +123,13 @@ class StepNumber(_Tracked):
         return result
 
     def __hash__(self) -> int:
-        return hash(self._concrete())
+        return hash(self.concrete())
 
     def __format__(self, spec: str) -> str:
-        return format(self._concrete(), spec)
+        return format(self.concrete(), spec)
 
     def __str__(self) -> str:
-        return str(self._concrete())
+        return str(self.concrete())
 
     __repr__ = __str__
 
@@ -101,8 +140,15 @@ class StepNumber(_Tracked):
 
 
 def is_tracked(value: Any) -> bool:
-    """Whether `value` is a number that can make a node of itself."""
-    return isinstance(value, _Tracked)
+    """Whether `value` is a number that can make a node of itself: one of the recording that is running."""
+    return isinstance(value, Tracked) and value.owner.recording
+
+
+def finish(numbers: list[Tracked]) -> None:
+    """Make these numbers plain for good: their recording is over, and nothing of it is held by them."""
+    for number in numbers:
+        number.owner, number.make, number.made = _FINISHED, None, None
+    numbers.clear()
 
 
 def plain(value: Any) -> Any:
@@ -123,11 +169,14 @@ def track(value: Any, owner: Owner, make: Callable[[], fx.Node], from_data: bool
         return value
     number = kind.__new__(kind, value)
     number.owner, number.make, number.made, number.from_data = owner, make, None, from_data
+    owner.numbers.append(number)
     return number
 
 
 def _owner_of(*numbers: Any) -> tuple[Owner, bool, bool]:
-    tracked = [number for number in numbers if isinstance(number, _Tracked)]
+    tracked = [number for number in numbers if is_tracked(number)]
+    if not tracked:
+        return _FINISHED, False, False
     return (
         tracked[0].owner,
         any(number.from_data for number in tracked),
@@ -135,17 +184,20 @@ def _owner_of(*numbers: Any) -> tuple[Owner, bool, bool]:
     )
 
 
-def _derive(target: Callable[..., Any], *operands: Any) -> Any:
+def derive(target: Callable[..., Any], *operands: Any) -> Any:
+    """A number computed from tracked ones: its value, with a node of its own if it is used."""
     value = target(*(plain(operand) for operand in operands))
     owner, from_data, step = _owner_of(*operands)
     if not owner.recording or not isinstance(value, (int, float)) or isinstance(value, bool):
         return value
 
     def make() -> fx.Node:
-        args = tuple(operand.node() if isinstance(operand, _Tracked) else operand for operand in operands)
+        args = tuple(operand.node() if is_tracked(operand) else plain(operand) for operand in operands)
         return owner.number_node(target, args, value)
 
-    return StepNumber(value, owner, make) if step else track(value, owner, make, from_data)
+    if not step:
+        return track(value, owner, make, from_data)
+    return StepNumber(value, owner, make, any(getattr(operand, "of_state", False) for operand in operands))
 
 
 def _arithmetic(op: Callable[..., Any], reflected: bool) -> Callable[[Any, Any], Any]:
@@ -155,7 +207,7 @@ def _arithmetic(op: Callable[..., Any], reflected: bool) -> Callable[[Any, Any],
             return op(other, number) if reflected else op(number, other)
         if not isinstance(other, (int, float, StepNumber)):
             return NotImplemented
-        return _derive(op, other, self) if reflected else _derive(op, self, other)
+        return derive(op, other, self) if reflected else derive(op, self, other)
 
     return method
 
@@ -180,8 +232,17 @@ def _truth(self: Any) -> bool:
     return result
 
 
+def _hash(base: Any) -> Callable[[Any], int]:
+    def method(self: Any) -> int:
+        if self.owner.recording:
+            self.owner.hashed(sys._getframe(1))
+        return int(base.__hash__(self))
+
+    return method
+
+
 def _unary(target: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda self: _derive(target, self)
+    return lambda self: derive(target, self)
 
 
 def _install() -> None:
@@ -202,7 +263,7 @@ def _install() -> None:
         kind.__rdivmod__ = lambda a, b: (b // a, b % a)
     for kind, base in ((TrackedInt, int), (TrackedFloat, float)):
         kind.__bool__ = _truth
-        kind.__hash__ = base.__hash__
+        kind.__hash__ = _hash(base)
 
 
 _install()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class Mismatch:
 
     module: str
     text: str
+    constant: bool = False
+    """Whether one of them reads a tensor where the other computes it."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ Known = dict[tuple[int, int], Callable[[Recorder, Any], bool]]
 """Numbers, by node and position, that follow a size; the function says whether a run's number is the right one."""
 
 
-def dimensions(leaves: Sequence[Any]) -> list[Dimension]:
-    """The batch dimension (the size that dim 0 has most often, the first of equals), then the others.
+def dimensions(leaves: Sequence[Any], batched: Collection[int] | None = None) -> list[Dimension]:
+    """The batch dimension (dim 0 of the leaves `batched`, or of those with the size that is most frequent), then the others.
 
     Other dimensions of one size and place (the lengths of ids and labels) change together.
     """
@@ -75,12 +77,16 @@ def dimensions(leaves: Sequence[Any]) -> list[Dimension]:
     }
     if not shapes:
         return []
-    batch = Counter(shape[0] for shape in shapes.values()).most_common(1)[0][0]
+    if batched is None:
+        batch = Counter(shape[0] for shape in shapes.values()).most_common(1)[0][0]
+        batched = [i for i, shape in shapes.items() if shape[0] == batch]
+    else:
+        batch = shapes[next(iter(batched))][0]
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     first: list[tuple[int, int]] = []
     for i, shape in shapes.items():
         for dim, size in enumerate(shape):
-            if dim == 0 and size == batch:
+            if dim == 0 and i in batched:
                 first.append((i, dim))
             elif size > 1:
                 groups.setdefault((size, dim), []).append((i, dim))
@@ -127,7 +133,7 @@ def compare(base: Recorder, other: Recorder, known: Known) -> tuple[Mismatch | N
         line = f"{a.name} in module {where!r} at {fact.source if fact else ''}"
         if a.op != b.op or target_name(a.target) != target_name(b.target):
             text = f"{line}: another op is called ({target_name(a.target)} / {target_name(b.target)})"
-            return Mismatch(where, text), numbers
+            return Mismatch(where, text, _reads(base, a) != _reads(other, b)), numbers
         leaves_a, leaves_b = leaves_of(a), leaves_of(b)
         if len(leaves_a) != len(leaves_b):
             return Mismatch(where, f"{line}: called with other arguments ({a.args} / {b.args})"), numbers
@@ -144,12 +150,15 @@ def compare(base: Recorder, other: Recorder, known: Known) -> tuple[Mismatch | N
                 numbers.append(Difference(i, position, x, y, where, text))
             else:
                 return Mismatch(where, text), numbers
-        constant = a.op == "get_attr" and a.target in base.constants
-        if constant and not _same_constant(base.constants[str(a.target)], other.constants[str(b.target)]):
+        if _reads(base, a) and not _same_constant(base.constants[str(a.target)], other.constants[str(b.target)]):
             return Mismatch(where, f"{line}: reads a tensor that was computed outside the recorded ops"), numbers
     if len(left) != len(right):
         return Mismatch("", f"{len(left)} and {len(right)} ops were recorded"), numbers
     return None, numbers
+
+
+def _reads(run: Recorder, node: fx.Node) -> bool:
+    return node.op == "get_attr" and str(node.target) in run.constants
 
 
 def leaves_of(node: fx.Node) -> list[Any]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch.nn as nn
 
+from pipepart.capture import trees
+from pipepart.capture.batching import Batching
 from pipepart.capture.record import record
 from pipepart.capture.recording import Recording
 from pipepart.capture.step import STEPS, record_step
 from pipepart.errors import CaptureError
 from pipepart.graph.build import op_graph
 from pipepart.graph.opgraph import OpGraph
+from pipepart.samples.pieces import other_batches
 
 __all__ = ["Captured", "capture"]
 
@@ -107,14 +110,29 @@ def capture(
     name = getattr(module_or_step, "__name__", "")
     if isinstance(owner, nn.Module) and name in STEPS and hasattr(owner, "automatic_optimization"):
         index = int(args[1]) if len(args) > 1 else int((kwargs or {}).get("batch_idx", 0))
-        recording = _in_mode(owner, name == "training_step", lambda: record_step(owner, name, args[0], batch_idx=index))
+        others = other_batches(args[0], owner, False)
+        batching = _in_pieces(args[0], others)
+        recording = _in_mode(
+            owner,
+            name == "training_step",
+            lambda: record_step(owner, name, args[0], batch_idx=index, batching=batching, others=others or ()),
+        )
         return Captured(recording, recording if name != "training_step" else None, op_graph(recording))
     root = module_or_step if isinstance(module_or_step, nn.Module) else owner
     if not isinstance(root, nn.Module):
         raise CaptureError(f"capture({module_or_step!r}): expected a module or a bound method of a module")
-    train = _in_mode(root, True, lambda: record(module_or_step, args, kwargs))
-    evaluation = _in_mode(root, False, lambda: record(module_or_step, args, kwargs, like=train))
+    given = (tuple(args), dict(kwargs or {}))
+    others = other_batches(given, root, True)
+    made = partial(record, module_or_step, *given, batching=_in_pieces(given, others), others=others or ())
+    train = _in_mode(root, True, made)
+    evaluation = _in_mode(root, False, partial(made, like=train))
     return Captured(train, evaluation, op_graph(train))
+
+
+def _in_pieces(batch: Any, others: list[Any] | None) -> Batching | None:
+    """How a batch that is cut as a container is recorded; None: its leaves tell by their sizes."""
+    leaves = len(trees.leaves_of(batch))
+    return Batching((None,) * leaves, 0) if others else None
 
 
 def _in_mode(root: nn.Module, training: bool, function: Callable[[], Recording]) -> Recording:

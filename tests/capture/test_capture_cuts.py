@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from pipepart.capture import record, split
+from pipepart.capture.chunk_proof import prove_chunks
 from pipepart.graph import op_graph
 from tools.bench.zoo.checks import compare, measure
 from tools.bench.zoo.detached import non_differentiable_bytes, run_detached
@@ -99,3 +101,27 @@ def test_masks_positions_and_sizes_do_not_travel(name):
     chunks = split(recording, graph.chunks_at([size * i // 4 for i in range(1, 4)]), 4)
     assert non_differentiable_bytes(chunks) == 0
     assert all(edge.kind == "tensor" for chunk in chunks for edge in chunk.imports)
+
+
+@pytest.mark.parametrize("norm", [nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4), nn.BatchNorm2d(4)])
+def test_a_result_that_is_a_view_and_is_changed_in_place_sends_gradients_back(norm):
+    """InstanceNorm gives a view of a tensor that no op shows; an activation in place then hangs on that tensor."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.LeakyReLU(inplace=True), nn.Conv2d(4, 2, 3)).double()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            return self.layers(x).pow(2).mean()
+
+    example = (torch.randn(2, 3, 8, 8, dtype=torch.float64),)
+    recording = record(Model().train(), example)
+    graph = op_graph(recording)
+    chunk_of = graph.chunks_at([2])
+    chunks = split(recording, chunk_of, 2)
+    (edge,) = chunks[0].exports
+    assert edge.grad_targets == (1,)
+    prove_chunks(recording, chunks, chunk_of, recording.flatten(example))

@@ -1,0 +1,46 @@
+"""Prove a recording again, on any example: hold it against the model that it was made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.nn as nn
+
+from pipepart.capture import state
+from pipepart.capture.against import prove_inputs, rerun
+from pipepart.capture.leaves import named
+from pipepart.capture.record import call_of
+from pipepart.capture.recording import Recording
+from pipepart.capture.runs import Settings, original
+from pipepart.capture.verify import verify
+
+__all__ = ["prove"]
+
+
+def prove(
+    recording: Recording,
+    target: nn.Module | Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    inputs: bool = False,
+) -> tuple[str, ...]:
+    """Raise a `CaptureError` that names the op at fault if the recording is not what `target` does with this example.
+
+    Loss, outputs, buffers, the gradients of all parameters and of the inputs that require one are compared, from the
+    same random state; with `inputs`, those of all floating inputs, in one more run of both. Returns notes on what was not
+    proved.
+    """
+    call = call_of(target, args, kwargs, recording.root)
+    call = dataclasses.replace(call, inputs=named(call.inputs))
+    leaves = list(call.leaves)
+    settings = Settings(whole=set(recording.leaves))
+    with state.no_collection():
+        expected = original(call, leaves, None, call.has_backward)
+        names = state.names_of(call.root)
+        again = rerun(call, leaves, names, settings, call.has_backward)
+        notes = verify(recording, leaves, expected, None, again)
+        if inputs and call.has_backward and not expected.failure:
+            notes += prove_inputs(recording, call, leaves, names, settings)
+        return notes
