@@ -1,0 +1,275 @@
+"""Forms written into a graph: sums instead of means, divided by numbers of the whole batch that are inputs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from pipepart.capture import OpMeta
+from pipepart.samples.calls import name_of
+from pipepart.samples.forms import Form, Keep, Op, Ratio, Scaled, Share, Sum, Whole
+from pipepart.samples.quantities import BATCHES, SAMPLES, Quantity
+
+__all__ = ["ALL", "EACH", "OWN", "WINDOW", "Emission", "per_row"]
+
+OWN, ALL, WINDOW, EACH = "own", "all", "window", "each"
+"""Whose batch: that of this replica, of all replicas together, or all batches of all replicas that are accumulated for
+one step of the optimizer. EACH is the share of one of these batches if all count alike."""
+
+_NOTHING: frozenset[Any] = frozenset()
+
+
+def per_row(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A sum over all elements of some rows, divided by the elements of one row."""
+    return value / max(1, prod(rows.shape[1:]))
+
+
+class Emission:
+    """Writes forms beside the ops that they replace."""
+
+    def __init__(self, graph: fx.Graph, replicas: int, device: torch.device) -> None:
+        self._graph, self._replicas, self._device = graph, replicas, device
+        self._made: dict[tuple[Any, ...], fx.Node] = {}
+        self._numerators: dict[fx.Node, fx.Node] = {}
+        self._numbers: dict[tuple[str, str], fx.Node] = {}
+        self.names: dict[str, tuple[str, str]] = {}
+        """The inputs that were added, by name: whose number it is, and which."""
+        self.origins: dict[str, str] = {}
+        """For each op that was added, the one that it stands for."""
+
+    def write(self, form: Form, whose: str, divided: bool = False) -> fx.Node:
+        """A node whose values for micro-batches add up to the value of the form for the whole batch.
+
+        With "all", the mean over replicas of these sums is the value for the batch of all replicas together. With
+        "window", the sum of these means over the accumulated batches is the value for all of them at once; only sums that
+        no number of the batch divides (`divided`: one does) are averaged over the batches, as Lightning does.
+        """
+        key = (form.node, whose, divided)
+        if key not in self._made:
+            self._made[key] = self._write(form, whose, divided)
+        return self._made[key]
+
+    def _write(self, form: Form, whose: str, divided: bool) -> fx.Node:
+        if isinstance(form, Keep):
+            raise AssertionError("a value that does not depend on the batch has no place of its own")
+        node = form.node
+        if isinstance(form, Whole):
+            value = self._plain(node, operator.mul, (self._number(form.quantity, whose), self._share(OWN)))
+            if node.meta["op"].is_number:
+                return value
+            kind = {"dtype": node.meta["op"].dtype, "device": self._device}
+            return self._call(node, torch.full, ((), value), kind)
+        if isinstance(form, Sum):
+            if whose == WINDOW and not divided:
+                return self._call(node, torch.mul, (node, self._input(WINDOW, BATCHES, "each")), after=True)
+            return self._times_replicas(node, node, whose)
+        if isinstance(form, Share):
+            return self._call(node, torch.mul, (node, self._share(whose)), after=True)
+        if isinstance(form, Ratio):
+            value = self._numerator(form)
+            ratio = self._call(node, torch.div, (value, self._number(form.quantity, whose)))
+            return self._times_replicas(node, ratio, whose, before=True)
+        if isinstance(form, Scaled):
+            inner = self._typed(self._argument(form.inner, form.node, whose, divided=True), node)
+            op = torch.mul if form.power == 1 else torch.div
+            return self._call(node, op, (inner, self._number(form.quantity, whose)))
+        return self._clone(form, whose, divided)
+
+    def _clone(self, form: Op, whose: str, divided: bool) -> fx.Node:
+        """The same op, not in place, on other arguments."""
+        node = form.node
+        new = {
+            arg: self._argument(inner, node, whose, divided) for arg, inner in form.inner if isinstance(arg, fx.Node)
+        }
+        numbers = {arg: inner for arg, inner in form.inner if not isinstance(arg, fx.Node)}
+        args: Any = fx.map_arg(node.args, lambda source: new.get(source, source))
+        kwargs: Any = fx.map_arg(dict(node.kwargs), lambda source: new.get(source, source))
+        if numbers and any(arg != 0 for arg in numbers):
+            shared = {arg: self._plain(node, operator.mul, (self._share(OWN), arg)) for arg in numbers}
+            args = tuple(shared.get(arg, arg) if _is_number(arg) else arg for arg in args)
+            kwargs = {k: shared.get(v, v) if _is_number(v) and k != "alpha" else v for k, v in kwargs.items()}
+        target: Any = node.target
+        if node.op == "call_method":
+            return self._call(node, _not_in_place(str(target)), args, kwargs, method=True)
+        return self._call(node, getattr(operator, name_of(node), target) if _in_place(target) else target, args, kwargs)
+
+    def _argument(self, form: Form, user: fx.Node, whose: str, divided: bool) -> fx.Node:
+        if isinstance(form, Keep):
+            share = EACH if whose == WINDOW else OWN
+            if (form.node, share, user) not in self._made:
+                made = self._call(user, torch.mul, (form.node, self._share(share)), like=form.node)
+                self._made[(form.node, share, user)] = made
+            return self._made[(form.node, share, user)]
+        return self.write(form, whose, divided)
+
+    def _typed(self, value: fx.Node, like: fx.Node) -> fx.Node:
+        wanted, has = like.meta["op"].dtype, value.meta["op"].dtype
+        if wanted == has or value.meta["op"].is_number:
+            return value
+        return self._call(like, "to", (value, wanted), {}, method=True)
+
+    def _numerator(self, form: Ratio) -> fx.Node:
+        node = form.node
+        if node not in self._numerators:
+            with self._graph.inserting_before(node):
+                made = form.numerator(self._graph)
+            self._describe(made, node, [s for s in node.meta["differentiates"] if s in made.all_input_nodes])
+            for source in made.all_input_nodes:
+                if not source.meta:  # a buffer of a loss module
+                    source.meta = {"storages": (_NOTHING,) * 3, "rows": (), "differentiates": _NOTHING}
+            if form.per_row is not None:
+                made = self._call(node, per_row, (made, form.per_row), differentiates=(made,))
+            self._numerators[node] = made
+        return self._numerators[node]
+
+    def _times_replicas(self, node: fx.Node, value: fx.Node, whose: str, before: bool = False) -> fx.Node:
+        if whose == OWN or self._replicas == 1:
+            return value
+        return self._call(node, torch.mul, (value, self._replicas), after=not before)
+
+    # ---- numbers
+
+    def put(self, user: fx.Node, source: fx.Node, quantity: Quantity, whose: str) -> None:
+        """Let an op compute with a number of the whole batch instead of `source`."""
+        number = self._number(quantity, whose)
+        meta = source.meta["op"]
+        if not meta.is_number:  # a tensor without dimensions: types of results may depend on its own
+            kind = {"dtype": meta.dtype, "device": self._device}
+            number = self._call(user, torch.full, ((), number), kind, like=source, differentiates=())
+        user.replace_input_with(source, number)
+
+    def _share(self, whose: str) -> fx.Node:
+        return self._input(whose, SAMPLES, "share")
+
+    def _number(self, quantity: Quantity, whose: str) -> fx.Node:
+        return self._input(whose, quantity.name, "whole")
+
+    def _input(self, whose: str, key: str, name: str) -> fx.Node:
+        if (whose, key) not in self._numbers:
+            last = [node for node in self._graph.nodes if node.op == "placeholder"][-1]
+            with self._graph.inserting_after(last):
+                made = self._graph.placeholder(f"{name}_{whose}_{len(self._numbers)}")
+            made.meta = {
+                **_plain_meta(),
+                "op": OpMeta("", "", "", None, None, 0, False, is_number=True),
+                "value": 1.0,
+            }
+            self._numbers[(whose, key)] = made
+            self.names[made.name] = (whose, key)
+        return self._numbers[(whose, key)]
+
+    def _plain(self, near: fx.Node, op: Any, args: tuple[Any, ...]) -> fx.Node:
+        """A product of plain numbers."""
+        with self._graph.inserting_before(near):
+            made = self._graph.call_function(op, args)
+        meta: OpMeta = near.meta["op"]
+        made.meta = {
+            **_plain_meta(),
+            "op": OpMeta(
+                meta.module, meta.module_class, meta.source, None, None, 0, False, is_number=True, replicable=True
+            ),
+            "value": 1.0,
+            "computes": False,
+        }
+        self.origins[made.name] = near.name
+        return made
+
+    # ---- nodes
+
+    def _call(
+        self,
+        near: fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        method: bool = False,
+        after: bool = False,
+        like: fx.Node | None = None,
+        differentiates: Sequence[fx.Node] | None = None,
+    ) -> fx.Node:
+        """An op beside `near`: before it (it may be in place), or after it if it uses its value."""
+        place = self._graph.inserting_after(near) if after else self._graph.inserting_before(near)
+        with place:
+            make = self._graph.call_method if method else self._graph.call_function
+            made: fx.Node = make(target, args, kwargs or {})
+        through = made.all_input_nodes if differentiates is None else differentiates
+        self._describe(made, near, [source for source in through if _requires_grad(source)], like)
+        return made
+
+    def _describe(self, made: fx.Node, near: fx.Node, through: Sequence[fx.Node], like: fx.Node | None = None) -> None:
+        meta: OpMeta = near.meta["op"]
+        form = like.meta["op"] if like is not None and "op" in like.meta else meta
+        op = replace(
+            meta, shape=form.shape, dtype=form.dtype, nbytes=form.nbytes, inplace=False, random=False, replicable=False,
+            is_number=False, requires_grad=bool(through) and meta.requires_grad, dynamic_shape=False,
+        )  # fmt: skip
+        made.meta = {
+            **_plain_meta(),
+            "op": op,
+            "grad_mode": near.meta["grad_mode"],
+            "autocast": near.meta["autocast"],
+            "rows": near.meta["rows"],
+            "differentiates": frozenset(through) if op.requires_grad else _NOTHING,
+        }
+        self.origins[made.name] = near.name
+
+    def finish(self, outputs: Sequence[Any], forms: Sequence[Form]) -> None:
+        """Give the graph its new outputs, and drop the ops that nothing uses any more."""
+        output: fx.Node = next(reversed(self._graph.nodes))
+        output.args = (tuple(outputs),)
+        candidates = {form.node for form in forms if isinstance(form.node, fx.Node)}
+        self._drop(candidates)
+        for form in {id(form): form for form in forms}.values():
+            if isinstance(form, Ratio) and form.node in self._numerators and form.node.users:
+                # Something else needs the value of the micro-batch: not the whole loss once more for that.
+                made = self._call(form.node, torch.div, (self._numerators[form.node], form.quantity.node))
+                form.node.replace_all_uses_with(made)
+        self._drop(candidates)
+        self._graph.lint()
+
+    def _drop(self, candidates: set[fx.Node]) -> None:
+        """Erase those of these ops that nothing uses, unless they change memory that lasts."""
+        persistent: set[Any] = set()
+        for node in self._graph.nodes:
+            if node.op in ("get_attr", "placeholder"):
+                persistent |= set(node.meta.get("storages", (_NOTHING, _NOTHING, _NOTHING))[1])
+        for node in reversed(list(self._graph.nodes)):
+            if node not in candidates or node.users or node.op in ("get_attr", "placeholder"):
+                continue
+            if not persistent & set(node.meta["storages"][2]) and not node.meta["stateful"]:
+                self._graph.erase_node(node)
+                candidates.discard(node)
+
+
+def _plain_meta() -> dict[str, Any]:
+    return {
+        "grad_mode": True, "autocast": (), "checkpoint": (), "computes": True, "rows": (), "value": None,
+        "storages": (_NOTHING, _NOTHING, _NOTHING), "differentiates": _NOTHING, "stateful": False,
+    }  # fmt: skip
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return bool(node.meta.get("requires_grad"))
+    return bool(node.meta["op"].requires_grad)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _in_place(target: Any) -> bool:
+    return getattr(target, "__module__", "") == "_operator" and str(target.__name__).startswith("i")
+
+
+def _not_in_place(name: str) -> str:
+    if name.startswith("__i") and name.endswith("__"):
+        return f"__{name[3:]}"
+    return name[:-1] if name.endswith("_") and not name.startswith("_") else name
