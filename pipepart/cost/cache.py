@@ -16,24 +16,19 @@ import torch
 
 from pipepart.capture import Recording
 from pipepart.cost.costs import OpCosts
-from pipepart.cost.profile import Context, profile, whole_step
+from pipepart.cost.profile import profile
+from pipepart.cost.timing import Context, whole_step
+from pipepart.machine import cache_folder
 
-__all__ = ["cache_folder", "profiled"]
+__all__ = ["profiled"]
 
-_VERSION = 7
+_VERSION = 8
 """Of what a measurement means: older ones are measured again."""
 
 _TOLERANCE = 0.15
 """What was measured before may differ from now by this part,"""
 _NOISE = 0.2e-3
 """and by these seconds: the shortest steps are never the same twice."""
-
-
-def cache_folder() -> Path:
-    """Where measurements are kept: PIPEPART_CACHE, or the user's cache folder."""
-    if "PIPEPART_CACHE" in os.environ:
-        return Path(os.environ["PIPEPART_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pipepart"
 
 
 def profiled(

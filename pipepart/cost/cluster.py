@@ -23,8 +23,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from pipepart.cost.cache import cache_folder
 from pipepart.errors import ConfigError, did_you_mean
+from pipepart.machine import cache_folder, usable
 
 __all__ = [
     "Cluster",
@@ -38,7 +38,7 @@ __all__ = [
     "this_machine",
 ]
 
-_VERSION = 1
+_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,10 @@ def measure_machine() -> tuple[DeviceKind, LinkKind, int]:
     try:
         if where.type == "cpu":
             torch.set_num_threads(1)
-        flops = {dtype: _flops(where, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
+        # A bfloat16 product would end this process on a CPU that announces units which it may not use.
+        half = where.type == "cuda" or usable("bfloat16")
+        dtypes = ("float32", "bfloat16") if half else ("float32",)
+        flops = {dtype: _flops(where, getattr(torch, dtype)) for dtype in dtypes}
         bandwidth, launch = _bandwidth(where), _launch(where)
         link = _measured_link(where, other)
     finally:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from pipepart.errors import PlanError
 
-__all__ = ["OpCosts"]
+__all__ = ["SPLIT_LAYERS", "OpCosts"]
+
+SPLIT_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""The layers whose backward the runtime can run in two halves: the gradient of the input, and later that of the weights."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class OpCosts:
     """The ops that keep the output of an op for their backward, by number, in order; empty: not known.
 
     What several ops keep counts once in `saved_bytes`, with the first of them."""
+    notes: tuple[str, ...] = ()
+    """The ops that could not be measured, and why; their costs are computed."""
 
     def __post_init__(self) -> None:
         if self.split_extra and len(self.split_extra) != len(self.names):

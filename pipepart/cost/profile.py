@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from pipepart.capture import Recording
-from pipepart.cost.costs import OpCosts
+from pipepart.cost.costs import SPLIT_LAYERS, OpCosts
+from pipepart.cost.timing import Context, now, own_copy, split_layer, state_kept, time_step, typical
 
-__all__ = ["profile", "state_kept", "whole_step"]
+__all__ = ["profile"]
 
 _REPEATS = (3, 15)  # of one kind of op: at least, at most
 _AGAIN = 2  # of a further op of a kind that was measured before
 _BUDGET = 0.02  # seconds per kind of op and direction
-_STEPS = (5, 100)  # of the whole step: at least, at most
-_FEW_STEPS = (3, 50)  # to see whether what was measured before still holds
-_STEP_BUDGET = 1.5  # seconds for the whole step; a machine is faster in one moment and slower in the next
-
-Context = Callable[[], AbstractContextManager[Any]]
 
 
 def profile(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> OpCosts:
@@ -38,19 +32,34 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
     Ops of one kind (the same module or function on the same shapes, as in the layers of a transformer) share their
     measurements: they cost the same, and a busy machine must not make one layer look slower than its twin. Of all
     repeats of an op the lower quartile counts: what disturbs a measurement only ever makes it longer.
+
+    An op that fails when it is run alone gets a computed cost, and a note says so: a measurement never ends a run.
     """
     module = recording.graph_module()
-    leaves = [_own_memory(leaf) for leaf in leaves]
+    leaves = [own_copy(leaf) for leaf in leaves]
+    names = [node.name for node in recording.ops]
     with state_kept(recording.root):  # gradients are added up as in a step of several micro-batches
         single = _OpProfiler(module, context)
-        single.run(*leaves)
+        try:
+            single.run(*(own_copy(leaf) for leaf in leaves))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            single.give_up(names, error)
         single.settle()
-        forward, backward = _whole_step(module, leaves, recording.loss_index, context)
-    names = [node.name for node in recording.ops]
+        try:
+            forward, backward = time_step(module, leaves, recording.loss_index, context)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            forward = backward = 0.0
+            single.notes.append(f"the step could not be timed as a whole: {_one_line(error)}")
     found = [single.found.get(name, _Measured()) for name in names]
+    if single.failed:
+        found = _completed(recording, names, found, single.failed)
     f_scale = _scale(forward, (m.forward for m in found))
     b_scale = _scale(backward, (m.backward for m in found))
-    by_python = _split_layer()
+    by_python = split_layer()
     numbers = {name: index for index, name in enumerate(names)}
     sizes = [node.meta["op"].nbytes if "op" in node.meta else 0 for node in recording.ops]
     return OpCosts(
@@ -62,9 +71,37 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
         saved_bytes=tuple(m.saved_bytes for m in found),
         output_bytes=tuple(sizes),
         source="profile",
-        split_extra=tuple(m.split * b_scale + (by_python if m.trained else 0.0) for m in found),
+        split_extra=tuple(m.split * b_scale + (by_python if m.trained and m.splits else 0.0) for m in found),
         savers=tuple(single.savers_of(name, numbers) for name in names),
+        notes=tuple(single.notes),
     )
+
+
+def _completed(
+    recording: Recording, names: Sequence[str], found: Sequence[_Measured], failed: set[str]
+) -> list[_Measured]:
+    """The measurements, with the costs of the ops that could not be measured computed from FLOPs and bytes."""
+    from pipepart.cost.analytic import analytic
+    from pipepart.cost.cluster import this_machine
+    from pipepart.graph import op_graph
+
+    (kind,) = this_machine().kinds.values()
+    computed = analytic(op_graph(recording), kind)
+    at = {name: index for index, name in enumerate(computed.names)}
+    complete = []
+    for name, measured in zip(names, found):
+        if name in failed and name in at:
+            i = at[name]
+            measured = replace(
+                measured,
+                forward=computed.forward[i],
+                backward=computed.backward[i],
+                weight=computed.backward_weight[i] if measured.splits else 0.0,
+                parameter_bytes=computed.parameter_bytes[i],
+                saved_bytes=computed.saved_bytes[i],
+            )
+        complete.append(measured)
+    return complete
 
 
 @dataclass
@@ -94,6 +131,9 @@ class _Kind:
 class _Measured:
     kind: _Kind = field(default_factory=_Kind)
     trained: bool = False
+    splits: bool = False
+    """The runtime can run its backward in two halves. Of no other op is a half asked for: kernels are written for whole
+    backwards, and some crash on a half (that of GroupNorm for weights alone, with channels-last strides)."""
     forward: float = 0.0
     backward: float = 0.0
     weight: float = 0.0
@@ -119,15 +159,24 @@ class _OpProfiler(fx.Interpreter):
         self.savers: dict[str, list[str]] = {}
         """Op -> the ops that keep its memory for their backward."""
         self._kinds: dict[str, _Kind] = {}
+        self.failed: set[str] = set()
+        self.notes: list[str] = []
+
+    def give_up(self, names: Sequence[str], error: Exception) -> None:
+        """An op could not be run at all, so that nothing after it can: all that has no measurement is computed."""
+        self.failed.update(name for name in names if name not in self.found or not self.found[name].kind.forward)
+        self.notes.append(f"the costs of {len(self.failed)} ops are computed, not measured: {_one_line(error)}")
 
     def settle(self) -> None:
         """When all ops have run: the times of each op from the measurements of its kind."""
         for op in self.found.values():
             if op.kind.forward:
-                op.forward, op.backward = _typical(op.kind.forward), _typical(op.kind.backward)
-                inputs_only, weights_only = _typical(op.kind.inputs_only), _typical(op.kind.weights_only)
+                op.forward, op.backward = typical(op.kind.forward), typical(op.kind.backward)
+                inputs_only, weights_only = typical(op.kind.inputs_only), typical(op.kind.weights_only)
                 op.weight = max(0.0, op.backward - inputs_only) if op.trained else 0.0
-                if op.trained and weights_only:
+                if not op.splits:
+                    op.weight = 0.0
+                elif op.trained and weights_only:
                     op.split = max(0.0, inputs_only + weights_only - op.backward)
 
     def savers_of(self, name: str, numbers: dict[str, int]) -> tuple[int, ...]:
@@ -145,9 +194,22 @@ class _OpProfiler(fx.Interpreter):
         call = lambda a, k: getattr(self, n.op)(n.target, a, k)  # noqa: E731
         weights = self._weights(n)
         measured.parameter_bytes = sum(p.numel() * p.element_size() for p in weights)
+        measured.splits = n.op == "call_module" and type(self.fetch_attr(str(n.target))) in SPLIT_LAYERS
         given = {_pointer(t) for t in _tensors((args, kwargs))}
         makers = {pointer: self._makers.get(pointer, f"batch:{pointer}") for pointer in given}
-        result, saved = self._measure(measured, call, args, kwargs, inplace, weights)
+        saved: dict[int, int] = {}
+        try:
+            result, saved = self._measure(measured, call, args, kwargs, inplace, weights)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.failed.add(n.name)
+            self.notes.append(
+                f"the cost of {n.name} is computed, not measured: alone, it fails with {_one_line(error)}"
+            )
+            result = None if inplace else self._plainly(call, args, kwargs)
+        if inplace:  # the repeats wrote into copies; what later ops read must be written, too
+            result = self._plainly(call, args, kwargs)
         for tensor in _tensors(result):
             maker = self._makers[_pointer(tensor)] = makers.setdefault(_pointer(tensor), n.name)
             self.maker_of[n.name] = maker
@@ -158,6 +220,20 @@ class _OpProfiler(fx.Interpreter):
             measured.saved_bytes += 0 if key in self._saved else size
             self._saved.add(key)
         return result
+
+    def _plainly(self, call: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
+        """The result of an op that is run once on its real inputs, which it may change."""
+        given = _tensors((args, kwargs))
+        versions = [_version(t) for t in given]
+        with torch.no_grad(), self._context():
+            out = call(args, kwargs)
+        needs = any(t.requires_grad for t in given)
+        if needs:  # whatever lies in memory that was written needs a gradient from here on
+            written = {_pointer(t) for t, before in zip(given, versions) if _version(t) != before}
+            for tensor in _tensors(tuple(self.env.values())) if written else ():
+                if _pointer(tensor) in written and tensor.is_leaf and tensor.is_floating_point():
+                    tensor.requires_grad_()
+        return fx.node.map_aggregate(out, functools.partial(_detached, needs))
 
     def _signature(self, n: fx.Node, args: Any, kwargs: Any) -> str:
         """What decides the cost of an op: ops with one signature are of one kind."""
@@ -200,11 +276,11 @@ class _OpProfiler(fx.Interpreter):
             leaves: list[torch.Tensor] = []
             fresh = fx.node.map_aggregate((args, kwargs), functools.partial(_leaf, leaves, inplace))
             with saved.hooks() if repeat == 0 else nullcontext(), self._context():
-                started = _now()
+                started = now()
                 out = call(*fresh)
-                forward.append(_now() - started)
+                forward.append(now() - started)
             if repeat == 0:
-                result = fx.node.map_aggregate(out, _detached)
+                result = fx.node.map_aggregate(out, functools.partial(_detached, False))
             roots = [t for t in _tensors(out) if t.requires_grad and t.grad_fn is not None]
             sources = [*leaves, *trainable]
             if not roots or not sources:
@@ -212,7 +288,7 @@ class _OpProfiler(fx.Interpreter):
                 inputs_only.append(0.0)
                 continue
             ones = [torch.ones_like(root) for root in roots]
-            split = bool(trainable and leaves)
+            split = bool(trainable and leaves) and measured.splits
             if split:
                 inputs_only.append(_timed_backward(roots, leaves, ones, retain=True))
                 kind.weights_only.append(_timed_backward(roots, trainable, ones, retain=True))
@@ -241,43 +317,23 @@ class _SavedBytes:
         return tensor
 
 
-def _own_memory(leaf: Any) -> Any:
-    """A part of a batch that lies in the memory of the whole would count as the whole where it is saved."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and not leaf.requires_grad else leaf
-
-
 def _pointer(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _typical(seconds: Sequence[float]) -> float:
-    """The lower quartile."""
-    return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
-
-
-def _mean(seconds: Sequence[float]) -> float:
-    """Without the longest twentieth. What disturbs a run is in its steps, each of which is a sum of many actions: they
-    take what the mean says, while the share of an op is best told without disturbance."""
-    kept = sorted(seconds)[: max(1, len(seconds) - -(-len(seconds) // 20))]
-    return statistics.fmean(kept) if kept else 0.0
-
-
-def _now() -> float:
-    """The time when all that was asked of the device so far is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _timed_backward(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence[Any], retain: bool) -> float:
-    started = _now()
+    started = now()
     torch.autograd.backward(roots, ones, retain_graph=retain, inputs=sources)
-    return _now() - started
+    return now() - started
 
 
 def _leaf(leaves: list[torch.Tensor], inplace: bool, value: Any) -> Any:
     """An input of an op as a leaf of its own little graph."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+    if not isinstance(value, torch.Tensor) or (isinstance(value, nn.Parameter) and not inplace):
         return value
     fresh = value.detach()
     if value.requires_grad:
@@ -286,8 +342,15 @@ def _leaf(leaves: list[torch.Tensor], inplace: bool, value: Any) -> Any:
     return fresh.clone() if inplace else fresh  # in-place ops may not touch leaves, nor the value of another repeat
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+def _detached(needs: bool, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad or (needs and value.is_floating_point()))
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -296,96 +359,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of one micro-batch, measured quickly."""
-    with state_kept(recording.root):
-        module = recording.graph_module()
-        return _whole_step(module, leaves, recording.loss_index, context, _FEW_STEPS, _STEP_BUDGET / 2)
-
-
-def _whole_step(
-    module: fx.GraphModule,
-    leaves: Sequence[Any],
-    loss_index: int | None,
-    context: Context,
-    steps: tuple[int, int] = _STEPS,
-    budget: float = _STEP_BUDGET,
-) -> tuple[float, float]:
-    """Seconds of the forward and the backward of the whole step."""
-    forward: list[float] = []
-    backward: list[float] = []
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    least, most = steps
-    for repeat in range(most):
-        if repeat >= least and sum(forward) + sum(backward) > budget:
-            break
-        with context():
-            started = _now()
-            outputs = module(*leaves)
-            forward.append(_now() - started)
-        if loss_index is not None and parameters:
-            started = _now()
-            torch.autograd.backward(outputs[loss_index], inputs=parameters)
-            backward.append(_now() - started)
-        del outputs
-    # The first one warms up: it allocates what the others use again.
-    return _mean(forward[1:]), _mean(backward[1:])
-
-
-class _Two(torch.autograd.Function):
-    """A linear layer as a split backward runs it: by a function written in Python."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return nn.functional.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        return gradient.mm(weight), gradient.t().mm(x)
-
-
-def _split_layer(rounds: int = 60) -> float:
-    """What running a layer that way costs more than running it by torch alone, on a layer with next to no work."""
-    x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
-
-    def typical(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-        times = []
-        for _ in range(rounds):
-            started = time.perf_counter()
-            out = call(x, weight)
-            torch.autograd.grad(out, [x, weight], torch.ones_like(out))
-            times.append(time.perf_counter() - started)
-        return _typical(times)
-
-    with torch.enable_grad():
-        return max(0.0, typical(_Two.apply) - typical(nn.functional.linear))
-
-
 def _scale(whole: float, parts: Iterator[float] | Any) -> float:
     total = math.fsum(parts)
     return whole / total if whole > 0 and total > 0 else 1.0
-
-
-@contextmanager
-def state_kept(root: nn.Module) -> Iterator[None]:
-    """Buffers, gradients and the random state are as before, whatever the ops did."""
-    gradients = [(parameter, parameter.grad) for parameter in root.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
-    state = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if buffer.shape == before.shape:
-                    buffer.copy_(before)
-        torch.set_rng_state(state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)

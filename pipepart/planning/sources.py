@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from pipepart.capture import Recording
+from pipepart.capture.batching import Batching, batching_of
 from pipepart.cost import OpCosts, profiled
 from pipepart.cost.analytic import analytic
 from pipepart.cost.cluster import Cluster
@@ -81,13 +82,15 @@ class Profiled(_Kept):
         self._context, self._variant = context, variant
 
     def _make(self, microbatch_size: int, kind: str) -> OpCosts:
-        leaves = resized(self._leaves, microbatch_size)
+        leaves = resized(self._leaves, microbatch_size, self._recording.batching)
         with _threads_of_a_rank(self._processes):
             return profiled(self._recording, leaves, self._context, self._variant, agree=bool)
 
 
 def batch_of(recording: Recording) -> int:
-    """Samples of the batch that a recording was made with: dim 0 of its first tensor that has one."""
+    """Samples of the batch that a recording was made with: as it was told, or dim 0 of its first tensor that has one."""
+    if recording.batching is not None:
+        return recording.batching.samples
     for spec in recording.inputs:
         if spec.kind == "tensor" and spec.shape:
             return int(spec.shape[0])
@@ -97,17 +100,21 @@ def batch_of(recording: Recording) -> int:
     )
 
 
-def resized(leaves: Sequence[Any], size: int) -> list[Any]:
-    """The leaves of a batch cut (or repeated) to another number of samples; leaves without the batch stay as they are."""
-    batch = next((int(v.shape[0]) for v in leaves if isinstance(v, torch.Tensor) and v.dim()), None)
+def resized(leaves: Sequence[Any], size: int, batching: Batching | None = None) -> list[Any]:
+    """The leaves of a batch cut (or repeated) to another number of samples; leaves without the batch stay as they are.
 
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
+    A batch that is cut as a container stays as it is: its rows cannot be left out or repeated.
+    """
+    dims = (batching or batching_of(leaves, [f"leaf {i}" for i in range(len(leaves))])).dims
+    held = [dim is not None for dim in (*dims, *[None] * (len(leaves) - len(dims)))]
+
+    def one(leaf: Any, samples: bool) -> Any:
+        if not samples:
             return leaf
         times = -(-size // leaf.shape[0])
         return leaf.repeat(times, *[1] * (leaf.dim() - 1))[:size] if times > 1 else leaf[:size]
 
-    return [one(leaf) for leaf in leaves]
+    return [one(leaf, samples) for leaf, samples in zip(leaves, held)]
 
 
 def scaled(costs: OpCosts, factor: float, forward: float | None = None, backward: float | None = None) -> OpCosts:

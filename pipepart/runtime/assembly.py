@@ -2,73 +2,86 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
+from torch import nn
 
-from pipepart.capture import Recording
+from pipepart.capture import Recording, prove_chunks, split, trees
+from pipepart.capture.batching import Batching, batching_of
 from pipepart.cost import OpCosts, profiled
 from pipepart.cost.analytic import analytic
 from pipepart.cost.cluster import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
-from pipepart.planning import Plan, Request, auto_microbatches, make_plan
+from pipepart.planning import Plan, Request, auto_microbatches, make_plan, transfer
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
 from pipepart.runtime.counts import Cut, best_cut, measured_cuts
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.launch import processes_on_this_host
+from pipepart.runtime.meeting import all_reduce, broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh
-from pipepart.runtime.microbatch import MicrobatchSizes, batch_size_of, microbatch_sizes, slice_leaves
+from pipepart.runtime.microbatch import MicrobatchSizes, microbatch_sizes, slice_leaves
+from pipepart.runtime.options import Options
+from pipepart.samples.pieces import Pieces, pieces_of
 from pipepart.schedule import read_csv
 
-__all__ = ["Options", "agree_on_plan", "example_microbatch"]
+__all__ = ["Example", "agree_on_plan", "example_microbatch", "prove_laid"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """How the user wants it planned. Everything is ``"auto"`` by default; a plan that was saved can be given instead."""
+class Example:
+    """The first micro-batch of an example, and how the example is usually cut."""
 
-    stages: int | str = "auto"
-    replicas: int | str = "auto"
-    microbatches: int | str = "auto"
-    schedule: str = "auto"
-    chunks: int | str = "auto"
-    slack: int | str = "auto"
-    keep_together: Sequence[Sequence[str]] = field(default=())
-    split_at: Sequence[str] | None = None
-    plan: Plan | None = None
-    timeout: float = 300.0
-    """Seconds after which a transfer or collective that does not finish is an error."""
-    transport: str = "auto"
-    """How tensors travel between stages: ``auto``, ``group`` (gloo, NCCL) or ``shared_memory``."""
-    recompute: bool | str = "auto"
-    """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
-    memory_limit: float | None = None
-    """Bytes that one device may use."""
-    batch_norm: str = "microbatch"
-    """When running statistics change: with every ``microbatch``, or once per ``batch``."""
+    batch: Any
+    sizes: MicrobatchSizes
+    batching: Batching
+    others: tuple[Any, ...] = ()
+    """Further batches to record on, where the batch is cut as a container."""
+    pieces: Pieces | None = None
+    """How it is cut then."""
 
 
-def example_microbatch(example: Any, options: Options, mesh: Mesh) -> tuple[Any, MicrobatchSizes]:
-    """The first micro-batch of an example (any nesting of tensors), and how the example is usually cut."""
-    leaves, tree = pytree.tree_flatten(example)
-    batch_size = batch_size_of(leaves)
+def example_microbatch(
+    example: Any, options: Options, mesh: Mesh, root: nn.Module | None = None, call: bool = False, fewer: bool = False
+) -> Example:
+    """The first micro-batch of an example (any nesting of containers).
+
+    `root` may have a method ``split(batch, n)`` of its own; `call`: the example is a pair of positional and named
+    arguments; `fewer`: a batch with fewer samples than micro-batches is cut into fewer.
+    """
+    leaves, tree = trees.flatten(example)
+    fixed = _fixed_count(options)
+    pieces = pieces_of(example, root, options.batch_dim, call, 2 if fixed is None else fixed)
+    if pieces is not None:
+        total = pieces.samples(example)
+        found = pieces.cut(example, min(total, fixed or auto_microbatches(mesh.stages, total)))
+        first, sizes = found[0], MicrobatchSizes(tuple(piece.samples for piece in found))
+        others = [example] if len(found) > 1 else [piece.batch for piece in pieces.cut(example, 2)[1:]]
+        return Example(first.batch, sizes, Batching((None,) * len(leaves), first.samples), tuple(others), pieces)
+    paths = [path[3:] if call else path for path in trees.leaf_paths(tree)]
+    batching = batching_of(leaves, paths, options.batch_dim)
+    count = fixed or auto_microbatches(mesh.stages, batching.samples)
+    sizes = microbatch_sizes(batching.samples, min(count, batching.samples) if fewer else count)
+    part = slice_leaves(batching.first(leaves), sizes, batching.places)[0]
+    return Example(
+        trees.unflatten(batching.back(part), tree), sizes, dataclasses.replace(batching, samples=sizes.sizes[0])
+    )
+
+
+def _fixed_count(options: Options) -> int | None:
+    """The number of micro-batches, if it is not free."""
     if options.plan is not None:
-        count = options.plan.microbatches
-    elif options.microbatches == "auto" and options.schedule.endswith(".csv"):
-        count = read_csv(options.schedule).microbatches
-    elif options.microbatches == "auto":
-        count = auto_microbatches(mesh.stages, batch_size)
-    else:
-        count = int(options.microbatches)
-    sizes = microbatch_sizes(batch_size, count)
-    return pytree.tree_unflatten(slice_leaves(leaves, sizes)[0], tree), sizes
+        return options.plan.microbatches
+    if options.microbatches == "auto" and options.schedule.endswith(".csv"):
+        return read_csv(options.schedule).microbatches
+    return None if options.microbatches == "auto" else int(options.microbatches)
 
 
 def agree_on_plan(
@@ -81,7 +94,8 @@ def agree_on_plan(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     variant: str = "",
 ) -> tuple[Plan, OpGraph, OpCosts | None]:
-    """The plan, the same on every rank. Rank 0 makes it (or takes the given one); the others check that it fits.
+    """The plan, the same on every rank. Rank 0 makes it (or takes the given one) and proves its chunks; the others check
+    that it fits.
 
     `usual`: how the batch is cut unless it is free and another way is clearly faster. Also returns the graph, and the
     costs that were measured here, unless the plan was given.
@@ -98,19 +112,44 @@ def agree_on_plan(
             # All ranks measure at the same time, so that what they take from each other when they run is in the costs.
             costs = profiled(recording, leaves, context, f"{variant} x{processes_on_this_host()}", agree=agree)
             cuts = [Cut(len(usual), usual.sizes[0], costs)]
-            if options.microbatches == "auto" and not options.schedule.endswith(".csv"):
+            in_pieces = recording.batching is not None and recording.batching.in_pieces
+            if options.microbatches == "auto" and not options.schedule.endswith(".csv") and not in_pieces:
                 cuts = measured_cuts(cuts[0], recording, leaves, usual.batch_size, mesh.stages, context, agree)
         if costs is not None and (groups is None or groups.rank == 0):
             cuts = cuts or [Cut(len(usual), usual.sizes[0], costs)]
             plan, chosen = best_cut(cuts, lambda cut: _make(recording, graph, cut, options, mesh))
             costs = chosen.costs
         if groups is not None:
-            box = [plan.to_json() if plan is not None else None]
-            dist.broadcast_object_list(box, 0)
-            plan = Plan.from_json(str(box[0]))
+            plan = Plan.from_json(broadcast_object(plan.to_json() if plan is not None else "", 0, groups))
         assert plan is not None
         _check_fits(plan, graph, mesh)
+        if groups is None or groups.rank == 0:  # the same everywhere, as the graph is
+            cut = dict(zip(plan.ops, plan.chunk_of))
+            prove_chunks(recording, split(recording, cut, len(plan.placement)), cut, leaves, context)
     return plan, graph, costs
+
+
+def prove_laid(
+    recording: Recording,
+    leaves: Sequence[Any],
+    plan: Plan,
+    planned: OpGraph,
+    groups: Groups | None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backward: bool = True,
+    inside_replica: bool = False,
+) -> None:
+    """Prove the chunks of a recording that is laid over a plan which was made for another one (evaluation).
+
+    The model must be whole. The first rank of the job does it, or that of this replica; all may call it.
+    """
+    source = groups.rank_of_stage(0) if groups is not None and inside_replica else 0
+    if groups is not None and groups.rank != source:
+        return
+    count = len(plan.placement)
+    with guarded(groups):
+        cut = transfer(planned, plan.chunk_of, op_graph(recording), count)
+        prove_chunks(recording, split(recording, cut, count), cut, leaves, context, backward)
 
 
 def _all(ok: bool, groups: Groups | None) -> bool:
@@ -118,7 +157,7 @@ def _all(ok: bool, groups: Groups | None) -> bool:
     if groups is None:
         return ok
     votes = torch.tensor([int(ok)])
-    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    all_reduce(votes, groups, dist.ReduceOp.MIN)
     return bool(votes.item())
 
 

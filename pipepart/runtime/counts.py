@@ -56,7 +56,7 @@ def measured_cuts(
         if any(cut.size == size for cut in found):
             continue
         cut = None
-        part = resized(leaves, size)
+        part = resized(leaves, size, recording.batching)
         if recording.stale(part) is None:  # models may do something else for a single sample
             cut = _measured(usual, recording, part, count, size, context)
         if agree(cut is not None) and cut is not None:

@@ -38,9 +38,10 @@ def deferring() -> Iterator[WeightWork]:
 def defer_weights(chunk: fx.GraphModule) -> int:
     """Let the known layers of a chunk run in two halves; returns how many there are."""
     found = 0
+    read = {str(node.target).partition(".")[0] for node in chunk.graph.nodes if node.op == "get_attr"}
     for node in chunk.graph.nodes:
-        if node.op != "call_module" or node.kwargs or len(node.args) != 1:
-            continue
+        if node.op != "call_module" or node.kwargs or len(node.args) != 1 or str(node.target) in read:
+            continue  # a layer whose parameters other ops read as well stays as it is
         layer: Any = chunk.__dict__.get(str(node.target))
         apply = _FUNCTIONS.get(type(layer))
         if apply is not None and _plain(layer):

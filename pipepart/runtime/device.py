@@ -11,6 +11,7 @@ import torch
 __all__ = [
     "Stopwatch",
     "backend_for",
+    "generators",
     "limit_threads",
     "local_device",
     "random_state",
@@ -47,6 +48,14 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read afterwards tells the time of the work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The generators of torch that work on this device draws from."""
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        found.append(torch.cuda.default_generators[device.index or 0])
+    return found
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:

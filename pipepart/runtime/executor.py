@@ -17,6 +17,7 @@ from pipepart.runtime.mailbox import Announced, Inbox, Outbox
 from pipepart.runtime.messages import Routes, TensorSpec
 from pipepart.runtime.recompute import RandomState, again
 from pipepart.runtime.replicas import ReplicaMean
+from pipepart.runtime.tail import TailStep
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
 from pipepart.schedule import Action, Message, Schedule, channels
@@ -31,9 +32,10 @@ class StepInput:
     forms: tuple[int, ...]
     """Per micro-batch a number that stands for the shapes and types of its leaves."""
     weights: tuple[float, ...]
-    """Per micro-batch its share in the loss."""
-    numbers: Mapping[str, float]
-    """Plain numbers of the batch (step counters) by input name."""
+    """Per micro-batch what its loss counts; 1 if the weights are in the graph already."""
+    numbers: Mapping[str, float | tuple[float, ...]]
+    """Plain numbers of the batch (step counters, what the loss divides by) by input name; a tuple has one for each
+    micro-batch."""
     microbatches: Sequence[Mapping[str, Any]] | None = None
     """Per micro-batch the leaves by input name; on the first stage only."""
 
@@ -65,11 +67,13 @@ class Executor:
         loss_index: int | None,
         splits_backward: bool = False,
         recompute: Collection[int] = (),
+        roots: Collection[int] = (),
     ) -> None:
+        """`roots`: outputs that get their gradients from a tail, if the loss is not among them."""
         self._last = len(chunks) - 1
         self._chunks = {chunk.index: chunk for chunk in chunks if routes.placement[chunk.index] == stage}
         self._routes, self._stage, self._transport, self._device = routes, stage, transport, device
-        self._loss_index = loss_index
+        self._roots = {"loss": loss_index} if loss_index is not None else {f"#{index}": index for index in roots}
         self._announced = Announced()
         self._recompute = frozenset(recompute)
         if splits_backward:
@@ -85,9 +89,15 @@ class Executor:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         mean: ReplicaMean | None = None,
         trace: Trace | None = None,
+        tail: TailStep | None = None,
+        begin: Callable[[int], None] | None = None,
     ) -> list[tuple[Any, ...]] | None:
-        """Execute one step. Returns the flat outputs of every micro-batch on the stage with the last chunk."""
-        work = _Step(self, schedule, step, loss_scale, context, trace)
+        """Execute one step. Returns the flat outputs of every micro-batch on the stage with the last chunk.
+
+        There, `tail` runs after the last forward of the last chunk. `begin` is told the micro-batch of each action before
+        it runs, and -1 before the tail.
+        """
+        work = _Step(self, schedule, step, loss_scale, context, trace, tail, begin)
         actions = schedule.actions[self._stage]
         last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if mean is not None else {}
         with _collecting_later():
@@ -132,8 +142,10 @@ class _Step:
         loss_scale: float,
         context: Callable[[], AbstractContextManager[Any]],
         trace: Trace | None,
+        tail: TailStep | None,
+        begin: Callable[[int], None] | None,
     ) -> None:
-        self._traced = trace
+        self._traced, self._tail, self._begin = trace, tail, begin
         self._x, self._step, self._loss_scale, self._context = executor, step, loss_scale, context
         self._train = not schedule.forward_only
         self._routes = executor._routes
@@ -156,6 +168,8 @@ class _Step:
         handler = self._handlers.get(action.kind)
         if handler is None:
             raise PipelineError(f"this runtime does not know the action {action} (kind {action.kind!r})")
+        if self._begin is not None:
+            self._begin(action.microbatch)
         handler(action)
         if self._inbox is not None:  # after the results have gone out: another stage may wait for them
             self._inbox.post_ahead()
@@ -192,6 +206,10 @@ class _Step:
         if chunk.index == self._x._last:
             detached = (r.detach() if isinstance(r, torch.Tensor) else r for r in results)
             self.outputs[action.microbatch] = tuple(detached)
+            if self._tail is not None and all(self.outputs):
+                if self._begin is not None:
+                    self._begin(-1)
+                self._tail.run(self.outputs)
         else:
             exported = {edge.name: value for edge, value in zip(chunk.exports, results)}
             self._deliver(chunk, action.microbatch, {**values, **exported})
@@ -199,8 +217,7 @@ class _Step:
     def _keep_roots(self, chunk: Chunk, results: Sequence[Any], stash: _Stash, forms_only: bool = False) -> None:
         """The results that gradients will come in for: whole, or (recomputed later) their forms alone."""
         if chunk.index == self._x._last:
-            assert self._x._loss_index is not None
-            roots = {"loss": results[self._x._loss_index]}
+            roots = {name: results[index] for name, index in self._x._roots.items()}
         else:
             roots = {edge.name: value for edge, value in zip(chunk.exports, results) if edge.grad_targets}
         stash.specs = {name: TensorSpec(tuple(root.shape), root.dtype) for name, root in roots.items()}
@@ -215,7 +232,8 @@ class _Step:
             values.update(self._step.microbatches[microbatch])
         for edge in chunk.imports:
             if edge.source == BATCH and edge.kind == "number":
-                values[edge.name] = self._step.numbers[edge.name]
+                number = self._step.numbers[edge.name]
+                values[edge.name] = number[microbatch] if isinstance(number, tuple) else number
         for pair in self._routes.entering(chunk.index):
             if self._routes.local(pair):
                 got = self._local_values.pop((*pair, microbatch))
@@ -277,6 +295,9 @@ class _Step:
 
     def _gradients(self, chunk: Chunk, microbatch: int) -> dict[str, torch.Tensor]:
         """The gradient of each exported tensor: the sum over all chunks that used it."""
+        if chunk.index == self._x._last and "loss" not in self._x._roots:
+            assert self._tail is not None
+            return {f"#{index}": gradient for index, gradient in self._tail.gradients[microbatch].items()}
         if chunk.index == self._x._last:
             spec = self._stash[(chunk.index, microbatch)].specs["loss"]
             scale = self._step.weights[microbatch] * self._loss_scale

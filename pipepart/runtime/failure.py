@@ -10,33 +10,73 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from pipepart.errors import PipelineError
+from pipepart.runtime.leaving import leave_after_failure
 from pipepart.runtime.mesh import Groups
 
-__all__ = ["first_cause", "guarded"]
+__all__ = ["Stopped", "check_others", "first_cause", "guarded"]
 
 _KEY = "pipepart/first-failure"
 _PATIENCE = 3.0  # seconds to wait for the rank that caused a broken connection to say why
+_TOLD = "_pipepart_told"
+
+
+class Stopped(PipelineError):
+    """Another rank has failed, and this one must not wait for it any longer."""
 
 
 @contextmanager
 def guarded(groups: Groups | None) -> Iterator[None]:
-    """Around everything that talks to other ranks: leave the cause where they find it, or find it for this rank."""
+    """Around everything that talks to other ranks: leave the cause where they find it, or find it for this rank.
+
+    Regions may be nested; the innermost one that an error passes tells the others.
+    """
     if groups is None:
         yield
         return
     try:
         yield
     except Exception as error:
-        if _is_lost_connection(error):
-            if _is_timeout(error):
-                raise PipelineError(_hang_report(groups, error)) from error
-            cause = first_cause(_PATIENCE)
-            if cause is not None:
-                raise PipelineError(f"{_where(groups)} stopped because another rank failed first.\n{cause}") from error
-            _leave(f"{_where(groups)} lost another rank: {error}")  # so that those who lose this one know why
-            raise PipelineError(f"{_where(groups)} lost another rank: {error}") from error
-        _leave(f"{_where(groups)} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
-        raise
+        if getattr(error, _TOLD, False):
+            raise
+        leave_after_failure()
+        found = _told(error, groups)
+        with suppress(AttributeError):  # an error with slots is told twice
+            setattr(found, _TOLD, True)
+        if found is error:
+            raise
+        raise found from error
+
+
+def _told(error: Exception, groups: Groups) -> Exception:
+    """Tell the other ranks of an error here; the error to raise for it."""
+    found = error
+    if isinstance(error, Stopped):
+        pass
+    elif not _is_lost_connection(error):
+        _leave(groups, f"{_where(groups)} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
+    elif _is_timeout(error):
+        found = PipelineError(_hang_report(groups, error))
+    else:
+        cause = first_cause(groups, _PATIENCE)
+        if cause is not None:
+            found = PipelineError(f"{_where(groups)} stopped because another rank failed first.\n{cause}")
+        else:
+            found = PipelineError(f"{_where(groups)} lost another rank: {error}")
+            _leave(groups, str(found))  # so that those who lose this one know why
+    groups.failures.append(str(found).partition("\n")[0])
+    return found
+
+
+def check_others(groups: Groups) -> None:
+    """Raise if another rank has failed since this one has done so last: it will not come to where this one waits."""
+    cause = first_cause(groups)
+    if cause is not None:
+        raise Stopped(f"{_where(groups)} stopped because another rank failed first.\n{cause}")
+
+
+def _key(groups: Groups) -> str:
+    """Where the failure of this attempt is left: after a failure of all ranks, the next attempt begins anew."""
+    return f"{_KEY}/{groups.number}/{len(groups.failures)}"
 
 
 def _where(groups: Groups) -> str:
@@ -74,13 +114,14 @@ def _hang_report(groups: Groups, error: BaseException) -> str:
     cause = None
     with suppress(Exception):
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"{_KEY}/waits/{groups.rank}", said[groups.rank])
+        key = f"{_key(groups)}/waits"
+        store.set(f"{key}/{groups.rank}", said[groups.rank])
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline and cause is None and len(said) < groups.mesh.world_size:
             for rank in range(groups.mesh.world_size):
-                if rank not in said and store.check([f"{_KEY}/waits/{rank}"]):
-                    said[rank] = store.get(f"{_KEY}/waits/{rank}").decode(errors="replace")
-            cause = first_cause()
+                if rank not in said and store.check([f"{key}/{rank}"]):
+                    said[rank] = store.get(f"{key}/{rank}").decode(errors="replace")
+            cause = first_cause(groups)
             time.sleep(0.1)
     if cause is not None:
         return f"{_where(groups)} stopped because another rank failed first.\n{cause}"
@@ -94,21 +135,21 @@ def _hang_report(groups: Groups, error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def _leave(text: str) -> None:
+def _leave(groups: Groups, text: str) -> None:
     with suppress(Exception):  # the store may be gone with rank 0; then there is nobody left to tell
         store = dist.distributed_c10d._get_default_store()
-        if store.add(_KEY + "/count", 1) == 1:
-            store.set(_KEY, text)
+        if store.add(_key(groups) + "/count", 1) == 1:
+            store.set(_key(groups), text)
 
 
-def first_cause(patience: float = 0.0) -> str | None:
+def first_cause(groups: Groups, patience: float = 0.0) -> str | None:
     """What the first failing rank left behind, if it did."""
     deadline = time.monotonic() + patience
     with suppress(Exception):
         store = dist.distributed_c10d._get_default_store()
         while True:
-            if store.check([_KEY]):
-                return store.get(_KEY).decode(errors="replace")
+            if store.check([_key(groups)]):
+                return store.get(_key(groups)).decode(errors="replace")
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.05)

@@ -68,19 +68,24 @@ class GradientSync:
 
 
 def clip_grad_norm(
-    counted: Sequence[nn.Parameter], clipped: Sequence[nn.Parameter], max_norm: float, groups: Groups | None
+    counted: Sequence[nn.Parameter],
+    clipped: Sequence[nn.Parameter],
+    max_norm: float,
+    groups: Groups | None,
+    device: torch.device,
 ) -> torch.Tensor:
     """Clip by the 2-norm of all gradients of the whole model.
 
-    `counted`: this stage's share of the norm, each parameter on one stage only; `clipped`: all that it holds.
+    `counted`: this stage's share of the norm, each parameter on one stage only; `clipped`: all that it holds, which may be
+    nothing.
     """
     if groups is None or groups.mesh.stages == 1:
         return nn.utils.clip_grad_norm_(clipped, max_norm)
-    device = clipped[0].device if clipped else torch.device("cpu")
-    square = torch.zeros((), device=device)
+    square = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in counted:
         if parameter.grad is not None:
-            square += parameter.grad.detach().float().pow(2).sum()
+            gradient = parameter.grad.detach()
+            square += (gradient if gradient.dtype == torch.float64 else gradient.float()).pow(2).sum()
     dist.all_reduce(square, group=groups.pipeline)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

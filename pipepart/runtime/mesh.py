@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -14,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.errors import PlanError
+from pipepart.runtime.leaving import release_groups, released_with
 
-__all__ = ["Groups", "Mesh", "fit_mesh", "release_groups"]
+__all__ = ["Groups", "Mesh", "fit_mesh"]
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,21 @@ class Groups:
     up: dist.ProcessGroup
     copies: dist.ProcessGroup | None
     """The same stage in every replica: gradients."""
+    numbers: dist.ProcessGroup | None = None
+    """The same stage in every replica: plain numbers, in host memory."""
+    number: int = 0
+    """Which groups of the job these are: 1 for those that were made first."""
+    timeout: float = 300.0
+    """Seconds that ranks wait for each other."""
+    failures: list[str] = field(default_factory=list, compare=False)
+    """What this rank has failed with in these groups."""
+    meetings: Counter[str] = field(default_factory=Counter, compare=False)
+    """How often this rank has met others, by who they are."""
 
     @staticmethod
     def create(mesh: Mesh, timeout: timedelta) -> Groups:
         rank = dist.get_rank()
+        number = int(dist.distributed_c10d._get_default_store().add(f"pipepart/groups/{rank}", 1))
         mine: dict[str, dist.ProcessGroup] = {}
         for name in ("pipeline", "down", "up"):
             for replica in range(mesh.replicas):
@@ -114,8 +125,12 @@ class Groups:
         copies = (
             _own(rank, [mesh.copies(stage) for stage in range(mesh.stages)], timeout) if mesh.replicas > 1 else None
         )
-        made = Groups(mesh, rank, mine["pipeline"], mine["down"], mine["up"], copies)
-        weakref.finalize(made, release_groups, [*mine.values(), copies]).atexit = False
+        stages = [mesh.copies(stage) for stage in range(mesh.stages)]
+        numbers = _own(rank, stages, timeout, "gloo") if mesh.replicas > 1 else None
+        made = Groups(
+            mesh, rank, mine["pipeline"], mine["down"], mine["up"], copies, numbers, number, timeout.total_seconds()
+        )
+        released_with(made, release_groups, [*mine.values(), copies, numbers])
         return made
 
     @cached_property
@@ -144,22 +159,13 @@ class Groups:
         return self.down if source < target else self.up
 
 
-def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Close the sockets of groups that nobody uses any more; torch keeps every group until the process ends.
-
-    Only what each rank can do by itself: NCCL ends communicators together, so those stay.
-    """
-    for group in groups:
-        with suppress(Exception):  # the job may be over already
-            if group is not None and dist.is_initialized() and dist.get_backend(group) == "gloo":
-                dist.destroy_process_group(group)
-
-
-def _own(rank: int, all_ranks: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+def _own(
+    rank: int, all_ranks: Iterable[list[int]], timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
     """Make one group for each list of ranks (all ranks must do that together) and return the one with `rank` in it."""
     found: dist.ProcessGroup | None = None
     for ranks in all_ranks:
-        group = dist.new_group(ranks, timeout=timeout)
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
         if rank in ranks:
             found = group
     assert found is not None, f"rank {rank} is in no group"

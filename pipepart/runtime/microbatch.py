@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 
 from pipepart.capture import Recording
+from pipepart.capture.batching import batching_of
+from pipepart.capture.recording import GuardError
 from pipepart.errors import PlanError
+from pipepart.samples.pieces import Pieces
 
-__all__ = ["MicrobatchSizes", "batch_size_of", "fitting_sizes", "merge_outputs", "microbatch_sizes", "slice_leaves"]
+__all__ = [
+    "MicrobatchSizes", "Whole", "batch_size_of", "batched_inputs", "cut_batch", "fitting_cut", "fitting_sizes",
+    "merge_outputs", "microbatch_sizes", "slice_leaves",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,52 +53,111 @@ def microbatch_sizes(batch_size: int, microbatches: int) -> MicrobatchSizes:
     return MicrobatchSizes(tuple(base + (index < more) for index in range(microbatches)))
 
 
-def fitting_sizes(recording: Recording, leaves: Sequence[Any], microbatches: int) -> MicrobatchSizes | None:
-    """How a batch is cut so that the recording holds for every part; None if no way is found.
+class Whole(list[Any]):
+    """The leaves of a batch that is cut as a container, with the batch itself."""
+
+    def __init__(self, leaves: Sequence[Any], pieces: Pieces, batch: Any, flatten: Callable[[Any], list[Any]]) -> None:
+        super().__init__(leaves)
+        self.samples = pieces.samples(batch)
+        self._pieces, self._batch, self._flatten = pieces, batch, flatten
+
+    def cut(self, count: int) -> tuple[list[list[Any]], MicrobatchSizes]:
+        """The leaves of each part; a part that the recording does not hold for is an error."""
+        found = self._pieces.cut(self._batch, count)
+        sizes = MicrobatchSizes(tuple(piece.samples for piece in found))
+        return [self._flatten(piece.batch) for piece in found], sizes
+
+
+def cut_batch(
+    recording: Recording, leaves: Sequence[Any], microbatches: int
+) -> tuple[list[list[Any]], MicrobatchSizes]:
+    """The leaves of each micro-batch; a batch with fewer samples than micro-batches gives fewer of them."""
+    if isinstance(leaves, Whole):
+        return leaves.cut(min(microbatches, leaves.samples))
+    batched = batched_inputs(recording)
+    total = batch_size_of(leaves, batched)
+    sizes = microbatch_sizes(total, min(total, microbatches))
+    changed = recording.changed_inputs
+    copied = [position for position, item in enumerate(recording.inputs) if item.name in changed]
+    return slice_leaves(leaves, sizes, batched, copied), sizes
+
+
+def batched_inputs(recording: Recording) -> tuple[int, ...] | None:
+    """The inputs of a recording that hold the samples; None: as far as their sizes tell."""
+    return recording.batching.places if recording.batching is not None else None
+
+
+def fitting_cut(
+    recording: Recording, leaves: Sequence[Any], microbatches: int
+) -> tuple[list[list[Any]], MicrobatchSizes] | None:
+    """A batch cut so that the recording holds for every part; None if no way is found.
 
     Models may do something else for a single sample, so a last batch that would be cut into parts of two samples and of
     one is cut into fewer.
     """
-    total = batch_size_of(leaves)
+    total = leaves.samples if isinstance(leaves, Whole) else batch_size_of(leaves, batched_inputs(recording))
     most = min(total, microbatches)
     for count in dict.fromkeys((most, max(1, min(most, total // 2)), 1)):
-        sizes = microbatch_sizes(total, count)
-        parts = slice_leaves(leaves, sizes)
-        if all(recording.stale(part) is None for part in (parts[0], parts[-1])):
-            return sizes
+        try:
+            parts, sizes = cut_batch(recording, leaves, count)
+        except GuardError:
+            continue
+        if all(
+            recording.stale(part) is None for part in (parts if isinstance(leaves, Whole) else (parts[0], parts[-1]))
+        ):
+            return parts, sizes
     return None
 
 
-def batch_size_of(leaves: Sequence[Any]) -> int:
-    """The number of samples of a batch: dim 0 of its first tensor that has one."""
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
-    raise PlanError(
-        "the batch has no tensor with a batch dimension: expected at least one tensor leaf with dim 0 = samples, "
-        f"got leaves of type {[type(leaf).__name__ for leaf in leaves]}"
-    )
+def fitting_sizes(recording: Recording, leaves: Sequence[Any], microbatches: int) -> MicrobatchSizes | None:
+    """The sizes of `fitting_cut`."""
+    found = fitting_cut(recording, leaves, microbatches)
+    return None if found is None else found[1]
 
 
-def slice_leaves(leaves: Sequence[Any], sizes: MicrobatchSizes) -> list[list[Any]]:
-    """The leaves of each micro-batch. Leaves without the batch dimension go to every micro-batch as they are."""
+def batch_size_of(leaves: Sequence[Any], batched: Sequence[int] | None = None) -> int:
+    """The number of samples of a batch: dim 0 of the leaves `batched`, or the size that it has most often."""
+    if isinstance(leaves, Whole):
+        return leaves.samples
+    if not batched:
+        return batching_of(leaves, [f"leaf {i}" for i in range(len(leaves))]).samples
+    return int(leaves[batched[0]].shape[0])
+
+
+def slice_leaves(
+    leaves: Sequence[Any],
+    sizes: MicrobatchSizes,
+    batched: Sequence[int] | None = None,
+    copied: Collection[int] = frozenset(),
+) -> list[list[Any]]:
+    """The leaves of each micro-batch. Leaves without the batch dimension go to every micro-batch as they are.
+
+    `batched` are the leaves that hold samples; None: as far as their sizes tell. Micro-batches are views of the batch, but
+    for the leaves at the positions in `copied`: those get memory of their own.
+    """
     parts: list[list[Any]] = [[] for _ in sizes.sizes]
-    for leaf in leaves:
-        whole = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == sizes.batch_size
+    for position, leaf in enumerate(leaves):
+        tensor = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        whole = tensor and leaf.shape[0] == sizes.batch_size and (batched is None or position in batched)
         pieces = leaf.split(sizes.sizes) if whole else [leaf] * len(sizes)
         for part, piece in zip(parts, pieces):
-            part.append(piece)
+            part.append(piece.clone() if position in copied and isinstance(piece, torch.Tensor) else piece)
     return parts
 
 
-def merge_outputs(outputs: Sequence[Sequence[Any]], sizes: MicrobatchSizes) -> list[Any]:
+def merge_outputs(
+    outputs: Sequence[Sequence[Any]], sizes: MicrobatchSizes, laws: Sequence[str] | None = None
+) -> list[Any]:
     """Put the flat outputs of all micro-batches together as one batch would have given them.
 
-    Scalars are means over the samples; tensors with the batch dimension are concatenated; other float tensors are
-    means; what is no tensor is taken from the last micro-batch.
+    Outputs with the law "sum" are added. Other scalars are means over the samples; tensors with the batch dimension are
+    concatenated; other float tensors are means; what is no tensor is taken from the last micro-batch.
     """
     merged: list[Any] = []
-    for values in zip(*outputs):
+    for values, law in zip(zip(*outputs), laws or repeat("unknown")):
+        if law == "sum" and all(isinstance(value, torch.Tensor) for value in values):
+            merged.append(torch.stack([value.detach() for value in values]).sum(0))
+            continue
         if not all(isinstance(value, torch.Tensor) for value in values):
             merged.append(values[-1])
             continue

@@ -1,16 +1,15 @@
-"""Who holds which parameters: a stage keeps its own and drops the rest to the meta device, names and order intact."""
+"""Who holds which parameters and buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from pipepart.capture import Chunk
 
-__all__ = ["Ownership", "drop_foreign_parameters", "place_parameters"]
+__all__ = ["Ownership"]
 
 
 @dataclass(frozen=True)
@@ -44,27 +43,3 @@ class Ownership:
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
         return {name: stages for name, stages in self.parameters.items() if len(stages) > 1}
-
-
-def drop_foreign_parameters(root: nn.Module, keep: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Free the storage of all parameters but `keep`; returns the empty ones that stand in their place, by name.
-
-    They are meta tensors of the same shape in the same places (ties included): names, order and optimizer groups hold.
-    """
-    kept = set(keep)
-    hollow = {
-        name: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        for name, parameter in root.named_parameters()
-        if name not in kept
-    }
-    place_parameters(root, hollow)
-    return hollow
-
-
-def place_parameters(root: nn.Module, new: Mapping[str, nn.Parameter]) -> None:
-    """Put other parameters in the place of those with these (first) names, wherever they are tied to."""
-    old = {id(parameter): new[name] for name, parameter in root.named_parameters() if name in new}
-    for module in root.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in old:
-                setattr(module, name, old[id(parameter)])

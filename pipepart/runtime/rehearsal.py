@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipepart.cost import state_kept
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.stage import StageRuntime
 
 __all__ = ["rehearsed"]
@@ -65,7 +65,5 @@ def _as_between_steps(gradients: Sequence[torch.Tensor], device: torch.device) -
 def _from_rank_zero(runtime: StageRuntime, value: float) -> float:
     if runtime.groups is None:
         return value
-    box = torch.tensor([value], dtype=torch.float64, device=runtime.device)
     with guarded(runtime.groups):
-        dist.broadcast(box, 0)
-    return float(box)
+        return float(broadcast_object(value, 0, runtime.groups))

@@ -18,12 +18,14 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
+from pipepart.runtime.failure import check_others
+from pipepart.runtime.meeting import gather_objects
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.transport import Pending
 
@@ -34,6 +36,7 @@ _NOTICE = struct.Struct(f"<BQQB{_FREED}Q")  # kind, segment, bytes, how many seg
 _DATA, _NEW, _FREE = 0, 1, 2
 _ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i")) if hasattr(socket, "CMSG_SPACE") else 0
 _LEAST = 1 << 12  # bytes of the smallest segment
+_LOOK = 1.0  # seconds of waiting between two looks at whether another rank has failed
 
 
 def one_host(groups: Groups) -> bool:
@@ -45,9 +48,7 @@ def one_host(groups: Groups) -> bool:
             here = f"{file.read().strip()}:{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         here = f"unknown:{groups.rank}"
-    found: list[str] = [""] * groups.mesh.stages
-    dist.all_gather_object(found, here, group=groups.pipeline)
-    return len(set(found)) == 1
+    return len(set(gather_objects(here, groups, inside_replica=True))) == 1
 
 
 class _Segment:
@@ -61,8 +62,9 @@ class _Segment:
 class _Peer:
     """One end of the socket of a pair, with the segments of both directions."""
 
-    def __init__(self, connection: socket.socket, who: str, timeout: float) -> None:
-        self._socket, self._who, self._timeout = connection, who, timeout
+    def __init__(self, connection: socket.socket, who: str, timeout: float, look: Callable[[], None]) -> None:
+        """`look` is called now and then by one who waits: it raises if waiting is in vain."""
+        self._socket, self._who, self._timeout, self._look = connection, who, timeout, look
         connection.setblocking(False)
         self._readable, self._writable = select.poll(), select.poll()  # not select(): no descriptor above 1023
         self._readable.register(connection, select.POLLIN)
@@ -165,10 +167,13 @@ class _Peer:
                 return
 
     def _await(self, write: bool, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0 or not (self._writable if write else self._readable).poll(left * 1000):
-            what = "take a message" if write else "send"
-            raise TimeoutError(f"Timed out waiting {self._timeout:.0f} s for {self._who} to {what}")
+        ready = self._writable if write else self._readable
+        while (left := deadline - time.monotonic()) > 0:
+            if ready.poll(min(left, _LOOK) * 1000):
+                return
+            self._look()
+        what = "take a message" if write else "send"
+        raise TimeoutError(f"Timed out waiting {self._timeout:.0f} s for {self._who} to {what}")
 
     def close(self) -> None:
         self._socket.close()
@@ -230,9 +235,8 @@ def _connect(groups: Groups, timeout: float) -> Mapping[int, _Peer]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0pipepart-{os.getpid()}-{os.urandom(8).hex()}")
     listener.listen(groups.mesh.stages)
-    addresses: list[bytes] = [b""] * groups.mesh.stages
     name = listener.getsockname()
-    dist.all_gather_object(addresses, name if isinstance(name, bytes) else name.encode(), group=groups.pipeline)
+    addresses = gather_objects(name if isinstance(name, bytes) else name.encode(), groups, inside_replica=True)
     found: dict[int, socket.socket] = {}
     for stage in range(groups.stage + 1, groups.mesh.stages):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -250,5 +254,6 @@ def _connect(groups: Groups, timeout: float) -> Mapping[int, _Peer]:
         found[struct.unpack("<Q", connection.recv(8))[0]] = connection
     listener.close()
     return {
-        stage: _Peer(c, f"stage {stage} (rank {groups.rank_of_stage(stage)})", timeout) for stage, c in found.items()
+        stage: _Peer(c, f"stage {stage} (rank {groups.rank_of_stage(stage)})", timeout, partial(check_others, groups))
+        for stage, c in found.items()
     }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -13,18 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipepart.capture import Chunk, Recording, split
+from pipepart.capture import Chunk, Recording
 from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph, op_graph
 from pipepart.planning import Plan, transfer
+from pipepart.runtime.accumulation import Accumulation
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm
 from pipepart.runtime.header import share
-from pipepart.runtime.mesh import Groups, release_groups
-from pipepart.runtime.ownership import Ownership, drop_foreign_parameters, place_parameters
+from pipepart.runtime.laying import Laid, lay_out
+from pipepart.runtime.leaving import release_groups, released_with
+from pipepart.runtime.mesh import Groups
+from pipepart.runtime.options import Options
+from pipepart.runtime.ownership import Ownership
+from pipepart.runtime.parts import Parts
 from pipepart.runtime.program import Program, StepResult
+from pipepart.runtime.randomness import OpSeeds
 from pipepart.runtime.tracing import Trace, TraceBoard, clock_offset
 from pipepart.runtime.transport import GroupTransport, Transport, choose_transport
+from pipepart.samples import Weighed
+from pipepart.samples.tail import TailCut
+from pipepart.samples.window import BATCHES_OF_OTHER_FORMS, CountsAlike, Window
 from pipepart.schedule import Timeline
 
 __all__ = ["StageRuntime"]
@@ -41,37 +50,45 @@ class StageRuntime:
         planned: Recording,
         groups: Groups | None,
         device: torch.device,
-        timeout: float,
         name: str,
-        transport: str = "auto",
+        options: Options,
         costs: OpCosts | None = None,
-        batch_norm: str = "microbatch",
+        cut: TailCut | None = None,
+        averaged: Collection[int] = (),
     ) -> None:
-        """`planned` is the recorded step that the plan was made for, under the name that it will be run by."""
+        """`planned` is the recorded step that the plan was made for, under the name that it will be run by.
+
+        `cut`: where its tail begins, which runs once per batch on the last stage. `averaged`: outputs of it whose values
+        are averaged over replicas after the step.
+        """
         self.root, self.plan, self.groups, self.device = root, plan, groups, device
-        self.graph, self.costs = graph, costs
-        chunks = split(planned, dict(zip(plan.ops, plan.chunk_of)), len(plan.placement))
+        self.graph, self.costs, self.options = graph, costs, options
+        laid = self._lay_out(planned, dict(zip(plan.ops, plan.chunk_of)), cut, averaged)
+        chunks = laid.chunks
         self.ownership = Ownership.of(root, chunks, plan.placement)
         self.held_buffers = _held_buffers(chunks, self.ownership, plan.placement, self.stage)
+        if self.is_first:
+            self.held_buffers |= set(laid.weighed.buffers)
         self._transport: Transport | None = None
         with guarded(groups):
             if groups is not None and plan.stages > 1:
-                self._transport = choose_transport(transport, groups, device, timeout)
+                self._transport = choose_transport(options.transport, groups, device, options.timeout)
             uses = _uses(chunks, plan.placement, self.stage)
-            self._sync = GradientSync(self.ownership, groups, timedelta(seconds=timeout), uses)
-        weakref.finalize(self, _close, self._transport, list(self._sync._tied.values())).atexit = False
+            self._sync = GradientSync(self.ownership, groups, timedelta(seconds=options.timeout), uses)
+        released_with(self, _close, self._transport, list(self._sync._tied.values()))
         self._name = name
-        self._batch_norm = batch_norm
-        self._programs = {name: self._program(planned, chunks)}
+        self._programs = {name: self._program(laid)}
+        self._accumulation = Accumulation()
+        self._window: Window | None = None
+        """On the first stage: the batches that are accumulated, if their numbers are needed together."""
+        self._position = 0
         self._fresh: dict[str, torch.Tensor] = {}
         self._local: dict[str, torch.Tensor] = {}
         """Gradients of steps that were not reduced."""
-        self._traces = TraceBoard(plan.stages, groups, timeout)
+        self._traces = TraceBoard(plan.stages, groups, options.timeout)
         self._clock_offset: float | None = None
-        self._hollow: dict[str, nn.Parameter] = {}
-        """What stands in the place of the parameters of other stages; optimizers hold on to these objects."""
-        if groups is not None:
-            self._hollow = drop_foreign_parameters(root, self.ownership.held_by(self.stage))
+        self.seeds = OpSeeds(options.randomness, groups.replica if groups is not None else 0)
+        self.parts = Parts(root, self.ownership, groups, device, self.held_buffers, plan.placement[-1])
 
     @property
     def stage(self) -> int:
@@ -94,21 +111,33 @@ class StageRuntime:
 
     # ---- steps
 
-    def add(self, name: str, recording: Recording) -> None:
+    def add(self, name: str, recording: Recording, cut: TailCut | None = None, averaged: Collection[int] = ()) -> None:
         """Lay the plan over another recorded step of the same model (evaluation)."""
         graph = op_graph(recording)
         chunk_of = transfer(self.graph, self.plan.chunk_of, graph, len(self.plan.placement))
-        chunks = split(recording, chunk_of, len(self.plan.placement))
-        self._programs[name] = self._program(recording, chunks)
+        self._programs[name] = self._program(self._lay_out(recording, chunk_of, cut, averaged))
 
-    def _program(self, recording: Recording, chunks: Sequence[Chunk]) -> Program:
-        return Program(recording, chunks, self.plan, self.groups, self._transport, self.device, self._batch_norm)
+    def _lay_out(
+        self, recording: Recording, chunk_of: Mapping[str, int], cut: TailCut | None, averaged: Collection[int]
+    ) -> Laid:
+        return lay_out(recording, chunk_of, cut, averaged, self.plan, self.options, self.device)
+
+    def _program(self, laid: Laid) -> Program:
+        return Program(laid, self.plan, self.groups, self._transport, self.device, self.options)
+
+    def drop(self, name: str) -> None:
+        """Forget a recorded step that is not needed any more."""
+        self._programs.pop(name, None)
 
     def has(self, name: str) -> bool:
         return name in self._programs
 
     def recording(self, name: str) -> Recording:
         return self._programs[name].recording
+
+    def weighed(self, name: str) -> Weighed:
+        """How outputs of micro-batches make up those of the batch."""
+        return self._programs[name].weighed
 
     def train(
         self,
@@ -118,13 +147,19 @@ class StageRuntime:
         loss_scale: float = 1.0,
         trace: bool = False,
         reduce: bool = True,
+        continues: bool = False,
+        ahead: Sequence[Sequence[Any] | None] = (),
         outputs_everywhere: bool = False,
         separate: Collection[int] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        draw_key: int | None = None,
     ) -> StepResult:
         """Forward and backward of all micro-batches. The new gradients are kept apart until `hand_over`.
 
-        With `reduce=False` they stay on this rank, and are added to those of the next step that reduces.
+        With `reduce=False` they stay on this rank, and are added to those of the next step that reduces. `continues`:
+        the gradients that are there already are of earlier batches of the same optimizer step. `ahead`, with the first of
+        them: the leaves of the others on the first stage (None: the recording does not hold for that batch), for losses
+        whose terms are divided by different numbers.
         """
         parameters = self.named_parameters()
         before = {
@@ -132,12 +167,28 @@ class StageRuntime:
         }
         for key, parameter in parameters.items():
             parameter.grad = self._local.pop(key, None)
+
+        def rescale(denominator: float | None, batches: int | None) -> float:
+            kept, fresh = self._accumulation.add(denominator, continues, batches)
+            if kept != 1.0:
+                waiting = [*before.values(), *(p.grad for p in parameters.values() if p.grad is not None)]
+                with torch.no_grad():
+                    for gradient in waiting:  # a stage may have none
+                        gradient.mul_(kept)
+            return fresh
+
         if reduce:
             self._sync.begin(parameters)
         program = self._programs[name or self._name]
         try:
             with guarded(self.groups):
                 marks = Trace(self.stage, self.device) if trace else None
+                if not continues:
+                    self._window, self._position = None, 0
+                    if ahead and self.is_first:
+                        self._window = program.open_window([leaves, *ahead])
+                        if self._window is None:
+                            warnings.warn(BATCHES_OF_OTHER_FORMS, CountsAlike, stacklevel=2)
                 result = program.run(
                     leaves,
                     train=True,
@@ -147,7 +198,12 @@ class StageRuntime:
                     context=context,
                     mean=self._sync.mean if reduce else None,
                     trace=marks,
+                    rescale=rescale,
+                    draw_key=draw_key,
+                    window=self._window,
+                    position=self._position,
                 )
+                self._position += 1
                 if reduce:
                     self._sync.reduce(parameters, marks)
                 if marks is not None:
@@ -174,6 +230,11 @@ class StageRuntime:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._fresh = {}
 
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the last step by name, which are then not handed over."""
+        taken, self._fresh, self._local = {**self._local, **self._fresh}, {}, {}
+        return taken
+
     def drop_gradients(self) -> list[torch.Tensor]:
         """Take the gradients of the last step back, before they are handed over."""
         dropped, self._fresh, self._local = [*self._fresh.values(), *self._local.values()], {}, {}
@@ -187,10 +248,16 @@ class StageRuntime:
         outputs_everywhere: bool = True,
         separate: Collection[int] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        draw_key: int | None = None,
     ) -> StepResult:
         with guarded(self.groups):
             return self._programs[name].run(
-                leaves, train=False, outputs_everywhere=outputs_everywhere, separate=separate, context=context
+                leaves,
+                train=False,
+                outputs_everywhere=outputs_everywhere,
+                separate=separate,
+                context=context,
+                draw_key=draw_key,
             )
 
     def from_last(self, value: Any) -> Any:
@@ -237,98 +304,17 @@ class StageRuntime:
         clipped = [p for p in held.values() if id(p) in wanted]
         counted = [p for name, p in held.items() if id(p) in wanted and (self.groups is None or name in homed)]
         with guarded(self.groups):
-            return clip_grad_norm(counted, clipped, max_norm, self.groups)
+            return clip_grad_norm(counted, clipped, max_norm, self.groups, self.device)
 
     # ---- the whole model
 
     def full_state_dict(self) -> dict[str, Any]:
         """All parameters and buffers by full name, on rank 0; empty elsewhere. Every rank must call it."""
-        own = self.root.state_dict()
-        if self.groups is None:
-            return own
-        with guarded(self.groups):
-            mine = self._true_here(own)
-            parts: list[Any] | None = [None] * self.plan.stages if self.stage == 0 else None
-            dist.gather_object(mine, parts, self.groups.rank_of_stage(0), group=self.groups.pipeline)
-        if self.groups.rank != 0 or parts is None:
-            return {}
-        merged = {name: value for part in parts for name, value in part.items()}
-        return type(own)((name, merged.get(name, value)) for name, value in own.items())
-
-    def own_state_dict(self) -> dict[str, Any]:
-        """The entries of the state dict whose true value is on this stage."""
-        state = self.root.state_dict()
-        return state if self.groups is None else self._true_here(state)
-
-    def _true_here(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The entries of a state dict whose true value is on this stage, names of ties included."""
-        homed = set(self.ownership.homed_at(self.stage))
-        objects = {id(p): name for name, p in self.root.named_parameters()}
-        buffers = {id(b): name for name, b in self.root.named_buffers()}
-        found = {}
-        for name, parameter in self.root.named_parameters(remove_duplicate=False):
-            if name in state and objects[id(parameter)] in homed:
-                found[name] = state[name].detach().cpu()
-        for name, buffer in self.root.named_buffers(remove_duplicate=False):
-            if name in state and self.ownership.buffers[buffers[id(buffer)]] == self.stage:
-                found[name] = state[name].detach().cpu()
-        if self.is_last:  # persistent states of metrics and the like are neither; they are kept where the steps end
-            tensors = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
-            tensors |= {name for name, _ in self.root.named_buffers(remove_duplicate=False)}
-            found.update({name: value for name, value in state.items() if name not in tensors})
-        return found
+        return self.parts.full_state_dict()
 
     def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """Take this stage's part of a state dict of the whole model."""
-        tensors = (
-            *self.root.named_parameters(remove_duplicate=False), *self.root.named_buffers(remove_duplicate=False),
-        )  # fmt: skip
-        hollow = {name for name, tensor in tensors if tensor.is_meta}
-        result = self.root.load_state_dict({n: v for n, v in state.items() if n not in hollow}, strict=False)
-        missing = [name for name in result.missing_keys if name not in hollow]
-        missing += [name for name in self.root.state_dict() if name in hollow and name not in state]
-        if strict and (missing or result.unexpected_keys):
-            raise RuntimeError(
-                f"the state dict does not fit {type(self.root).__name__}: missing {sorted(missing)}, "
-                f"unexpected {sorted(result.unexpected_keys)}"
-            )
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """The whole model on every rank for a moment (to record another step); afterwards each has its own part again."""
-        self.make_whole()
-        try:
-            yield
-        finally:
-            place_parameters(self.root, self._hollow)
-
-    def make_whole(self) -> None:
-        """All parameters on every rank again."""
-        if self.groups is None:
-            return
-        real = {
-            name: nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=parameter.requires_grad)
-            for name, parameter in self._hollow.items()
-        }
-        place_parameters(self.root, real)
-        with guarded(self.groups):
-            for name, parameter in self.root.named_parameters():
-                home = self.groups.rank_of_stage(self.ownership.parameters[name][0])
-                dist.broadcast(parameter.data, home, group=self.groups.pipeline)
-            self._make_buffers_whole(self.groups)
-
-    def _make_buffers_whole(self, groups: Groups) -> None:
-        """Buffers of a model that was built on the meta device: each stage has those that it uses."""
-        lacking = {name for name, buffer in self.root.named_buffers() if buffer.is_meta}
-        everywhere: list[set[str]] = [set()] * groups.mesh.stages
-        dist.all_gather_object(everywhere, lacking, group=groups.pipeline)
-        wanted = set().union(*everywhere)
-        for name, buffer in list(self.root.named_buffers()):
-            if name in wanted:
-                real = torch.empty_like(buffer, device=self.device) if buffer.is_meta else buffer
-                dist.broadcast(real, groups.rank_of_stage(self.ownership.buffers[name]), group=groups.pipeline)
-                path, _, key = name.rpartition(".")
-                self.root.get_submodule(path)._buffers[key] = real
+        self.parts.load_full_state_dict(state, strict)
 
 
 def _close(transport: Transport | None, groups: Sequence[dist.ProcessGroup]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from torch import nn
 
 from pipepart.capture import record
 from pipepart.cost import profile, profiled
+from pipepart.cost.costs import SPLIT_LAYERS
+from pipepart.runtime import deferred
 
 
 class Layers(nn.Module):
@@ -103,7 +106,7 @@ def test_measuring_leaves_no_trace() -> None:
 
 def test_the_whole_is_the_sum_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["pipepart.cost.profile"]  # the package has a function of that name
-    monkeypatch.setattr(module, "_whole_step", lambda *_: (3.0, 5.0))
+    monkeypatch.setattr(module, "time_step", lambda *_: (3.0, 5.0))
     costs, _ = measured(Layers())
     assert sum(costs.forward) == pytest.approx(3.0)
     assert sum(costs.backward) == pytest.approx(5.0)
@@ -151,3 +154,134 @@ def test_what_was_kept_is_held_against_now(tmp_path: Path, monkeypatch: pytest.M
     assert sum(json.loads(file.read_text())["forward"]) < 1.0
     others = profiled(recording, leaves, agree=lambda holds: False)  # it holds here, but not elsewhere: measured again
     assert others.names == first.names
+
+
+class SortedBack(nn.Module):
+    """Sorts samples and puts them back by an index that is written into fresh memory, as layers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        order = hidden.sum(1).argsort()
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0])
+        kept = torch.empty_like(hidden)
+        kept[:] = hidden
+        kept.mul_(2)
+        kept[:, 0].add_(1)
+        return self.second(kept[order][back]).pow(2).mean()
+
+
+def test_ops_are_measured_on_memory_that_was_written() -> None:
+    costs = profile(recording := record(SortedBack(), (torch.randn(6, 8),)), recording.flatten((torch.randn(6, 8),)))
+    assert not costs.notes
+    # the gradient goes on through memory that an op has written into
+    last = next(i for i, name in enumerate(costs.names) if name == "second")
+    assert costs.backward_input[last] > 0
+
+
+def test_inputs_that_a_model_changes_are_the_same_in_every_run() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            ids.add_(1)  # once more than once, and the last id is not in the table
+            return self.table(ids).mean()
+
+    ids = torch.tensor([0, 1, 2, 2])
+    recording = record(Counts(), (ids,))
+    assert not profile(recording, recording.flatten((ids,))).notes
+    assert ids.tolist() == [0, 1, 2, 2]
+
+
+class OnlyInAStep(torch.autograd.Function):
+    """Its backward does not bear what it gets when it is run alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if bool((gradient == 1).all()):
+            raise ValueError("all ones")
+        return gradient * 2
+
+
+def test_an_op_that_cannot_be_measured_gets_a_computed_cost_and_a_note() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(OnlyInAStep.apply(self.a(x))).pow(2).mean()
+
+    example = (torch.randn(6, 8),)
+    recording = record(Model(), example)
+    costs = profile(recording, recording.flatten(example))
+    (note,) = costs.notes
+    assert "computed, not measured" in note
+    assert "ValueError: all ones" in note
+    op = costs.names.index("only_in_astep_apply")
+    assert costs.forward[op] > 0
+    assert costs.backward_input[op] > 0
+
+
+CHANNELS_LAST = """
+import torch
+from torch import nn
+from pipepart.capture import record
+from pipepart.cost import profile
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x).to(memory_format=torch.channels_last))).pow(2).mean()
+
+x = torch.randn(2, 3, 4, 4)
+recording = record(Net(), (x,))
+costs = profile(recording, recording.flatten((x,)))
+assert not costs.notes, costs.notes
+norm = costs.names.index("norm")
+assert costs.backward[norm] > 0
+print("measured")
+"""
+
+
+@pytest.mark.slow
+def test_no_kernel_is_asked_for_a_half_that_crashes() -> None:
+    """GroupNorm with channels-last strides ends the process when it is asked for gradients of weights alone."""
+    done = subprocess.run([sys.executable, "-c", CHANNELS_LAST], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "measured" in done.stdout
+
+
+def test_halves_are_measured_of_the_layers_that_run_in_halves() -> None:
+    assert set(SPLIT_LAYERS) == set(deferred._FUNCTIONS)
+
+
+@pytest.mark.slow
+def test_a_model_that_sorts_its_experts_back_is_measured() -> None:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1, q_lora_rank=8,
+        num_experts_per_tok=2, kv_lora_rank=8, qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8,
+        first_k_dense_replace=1, max_position_embeddings=64,
+    )  # fmt: skip
+    ids = torch.randint(0, 64, (4, 12))
+    recording = record(DeepseekV3ForCausalLM(config), (), {"input_ids": ids, "labels": ids, "use_cache": False})
+    leaves = recording.flatten((), {"input_ids": ids, "labels": ids, "use_cache": False})
+    costs = profile(recording, leaves)
+    assert not costs.notes
+    assert sum(costs.backward) > 0

@@ -68,6 +68,7 @@ def test_every_plan_is_valid_bounded_and_no_worse_than_the_simple_splits(
 
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000))
+@pytest.mark.slow
 def test_the_same_input_gives_the_same_plan(seed: int) -> None:
     graph = random_graph(seed)
     plans = [planned(graph, seed, stages=2, microbatches=4) for _ in range(2)]

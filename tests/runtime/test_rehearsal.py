@@ -65,6 +65,7 @@ def test_one_figure_for_all_ranks_and_nothing_stays(replicas: int, gradients: bo
         assert kept
 
 
+@pytest.mark.slow
 def test_one_process() -> None:
     from pipepart import Pipeline
 

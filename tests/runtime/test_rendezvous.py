@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
 
 from pipepart.errors import ConfigError
 from pipepart.runtime.rendezvous import local_store
@@ -23,7 +24,7 @@ JOB = """
     import torch.distributed as dist
     from pipepart.runtime.launch import join_job
 
-    join_job(timedelta(seconds=60))
+    join_job(timedelta(seconds=240))
     dist.barrier()
     own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
     for family in ("tcp", "tcp6"):
@@ -39,9 +40,7 @@ JOB = """
 def test_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(JOB))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     kept = {k: v for k, v in os.environ.items() if not k.endswith("_SOCKET_IFNAME")}
     jobs = [
         subprocess.Popen(
@@ -54,7 +53,7 @@ def test_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        output = "".join(job.communicate(timeout=90)[0] for job in jobs)
+        output = "".join(job.communicate(timeout=240)[0] for job in jobs)
     finally:
         for job in jobs:
             job.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.models import build
@@ -29,7 +30,8 @@ def _accumulated(name: str, stages: int) -> int:
     original = dist.all_reduce
 
     def counting(*args, **kwargs):
-        count.append(1)
+        if kwargs.get("group") is not pipe._runtime.groups.numbers:  # what the losses are divided by
+            count.append(1)
         return original(*args, **kwargs)
 
     dist.all_reduce = counting
@@ -46,15 +48,16 @@ def _accumulated(name: str, stages: int) -> int:
     for batch in batches:
         reference_step(plain, batch, [2, 2, 2, 2])
     for key, parameter in pipe.named_parameters():
-        assert_close(key, parameter.grad, dict(plain.named_parameters())[key].grad / 2, 2e-6)
+        assert_close(key, parameter.grad, dict(plain.named_parameters())[key].grad / 2)
     pipe.step(*batches[mine])  # and on top of what is there already
     for batch in batches[:2]:
         reference_step(plain, batch, [2, 2, 2, 2])
     for key, parameter in pipe.named_parameters():
-        assert_close(key, parameter.grad, dict(plain.named_parameters())[key].grad / 2, 2e-6)
+        assert_close(key, parameter.grad, dict(plain.named_parameters())[key].grad / 2)
     return len(count)
 
 
+@pytest.mark.slow
 def test_accumulated_steps_are_reduced_once() -> None:
     assert all(count >= 1 for count in run_ranks(4, _accumulated, "gpt", 2))
 

@@ -26,8 +26,8 @@ VALUES = [
 
 
 def _exchange(name: str) -> list[float]:
-    groups = Groups.create(Mesh(1, 3), timedelta(seconds=60))
-    transport = choose_transport(name, groups, torch.device("cpu"), 60.0)
+    groups = Groups.create(Mesh(1, 3), timedelta(seconds=240))
+    transport = choose_transport(name, groups, torch.device("cpu"), 240.0)
     errors = []
     # Everybody sends to everybody before anybody receives: no order of this may block.
     pending = []
@@ -62,7 +62,7 @@ def test_everything_arrives_in_order(name: str) -> None:
 
 
 def _silent_peer() -> str:
-    groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
+    groups = Groups.create(Mesh(1, 2), timedelta(seconds=240))
     transport = choose_transport("shared_memory", groups, torch.device("cpu"), 1.0)
     text = ""
     if groups.stage == 0:
@@ -79,15 +79,15 @@ def test_a_silent_peer_is_named_after_the_time_limit() -> None:
 
 
 def _closing_peer() -> str:
-    groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
-    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 30.0)
+    groups = Groups.create(Mesh(1, 2), timedelta(seconds=240))
+    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 240.0)
     text = ""
     if groups.stage == 0:
         started = time.monotonic()
         try:
             transport.recv(torch.empty(3), 1).wait()
         except ConnectionError as error:
-            text = f"{error} {time.monotonic() - started < 20}"
+            text = f"{error} {time.monotonic() - started < 120}"
     else:
         transport.close()
     dist.barrier()
@@ -99,8 +99,8 @@ def test_a_peer_that_is_gone_is_noticed_at_once() -> None:
 
 
 def _ends_after_its_last_message(unread: bool) -> tuple[list[float], str]:
-    groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
-    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 30.0)
+    groups = Groups.create(Mesh(1, 2), timedelta(seconds=240))
+    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 240.0)
     found, text = [], ""
     if groups.stage == 1 and unread:
         transport.send(torch.zeros(5), 0)  # stage 0 ends without having read this
@@ -131,8 +131,8 @@ def test_what_a_rank_sent_before_it_ended_arrives(unread: bool) -> None:
 
 
 def _descriptors() -> tuple[int, int]:
-    groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
-    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 30.0)
+    groups = Groups.create(Mesh(1, 2), timedelta(seconds=240))
+    transport = choose_transport("shared_memory", groups, torch.device("cpu"), 240.0)
     counts = []
     for _ in range(60):
         transport.send(torch.randn(1000), 1 - groups.stage)
