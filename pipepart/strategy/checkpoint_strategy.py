@@ -51,7 +51,8 @@ class CheckpointStrategy(MeshStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.runtime.own_state_dict() if self.sharded else self.runtime.full_state_dict()
+        parts = self.runtime.parts
+        return parts.own_state_dict() if self.sharded else parts.full_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

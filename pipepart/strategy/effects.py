@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
@@ -18,8 +18,12 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from pipepart.capture import Recording, trees
+from pipepart.capture.batching import Batching
+from pipepart.capture.own_names import OWN_NAMES
 from pipepart.capture.symbols import is_tracked, plain
 from pipepart.errors import ConfigError
+from pipepart.strategy.containers import Path, Touched, Watched, text_of, watched_containers
+from pipepart.strategy.following import Follows, Sizes, follows, sizes_of
 from pipepart.strategy.lazy import Later
 
 __all__ = ["Effect", "Effects", "outer_metrics", "watched"]
@@ -32,7 +36,8 @@ class Effect:
     """One thing that the step did."""
 
     kind: str
-    """"log", "append", "extend", "setitem", "set", or a method of a metric: "forward", "update", "compute", "reset"."""
+    """"log", "set", something that is done to a container ("append", "extend", "setitem", "setdefault", "add", ...),
+    or a method of a metric: "forward", "update", "compute", "reset"."""
     target: str
     """The attribute or metric (a path from the module), or the name that was logged."""
     ordinal: int
@@ -44,8 +49,8 @@ class Effect:
     options: dict[str, Any] = field(default_factory=dict)
     outputs: dict[int, int] = field(default_factory=dict)
     """Recorded leaf -> index of the graph's output that has its value."""
-    laws: dict[int, str] = field(default_factory=dict)
-    """Recorded leaf -> how its value follows the batch size: "batch", "constant", "unknown"."""
+    follows: dict[int, Follows] = field(default_factory=dict)
+    """Recorded leaf -> how its value follows the number of samples."""
 
     @property
     def on_metric(self) -> bool:
@@ -62,6 +67,18 @@ class Effects:
 
     separate: frozenset[int]
     """Outputs of the graph that must not be merged by the runtime: an effect needs all micro-batches."""
+    averaged: frozenset[int] = frozenset()
+    """Outputs of the graph that Lightning averages over replicas (`sync_dist=True`)."""
+    checked: bool = False
+    """The batch check has seen that what is equal in shape for all micro-batches is a mean over samples, or equal."""
+
+    @property
+    def reduced_otherwise(self) -> frozenset[int]:
+        """Outputs that are logged with a reduction of their own (a sum, a maximum), not as means over samples."""
+        logs = (
+            effect for effect in self.all if effect.kind == "log" and effect.options.get("reduce_fx", "mean") != "mean"
+        )
+        return frozenset(index for effect in logs for index in effect.outputs.values())
 
 
 def outer_metrics(module: nn.Module) -> dict[str, Metric | MetricCollection]:
@@ -80,19 +97,21 @@ def outer_metrics(module: nn.Module) -> dict[str, Metric | MetricCollection]:
 class _Watch:
     """Collects the effects of each run of the step while it is recorded (it runs several times, at several sizes)."""
 
-    def __init__(self, module: LightningModule) -> None:
-        self.module = module
+    def __init__(self, module: LightningModule, batching: Batching | None) -> None:
+        self.module, self.batching = module, batching
         self.running = False
-        self.batch_size = 0
+        self.sizes = Sizes(None, ())
         self.count = 0
         self.returned: dict[int, Later] = {}
-        self.seen: dict[tuple[int, int], dict[int, float]] = {}
+        self.seen: dict[tuple[int, int], dict[Sizes, Any]] = {}
+        self.touched = Touched()
+        self.given: list[tuple[str, Any, list[Any], trees.Tree]] = []
+        """Containers that were put into others, as they were then."""
         self.paths = {id(metric): path for path, metric in outer_metrics(module).items()}
 
     def start(self, batch: Any) -> None:
-        self.count, self.returned, self.running = 0, {}, True
-        tensors = [leaf for leaf in trees.flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-        self.batch_size = next((_first_size(t) for t in tensors if _first_size(t) >= 0), 0)
+        self.count, self.returned, self.running, self.given = 0, {}, True, []
+        self.sizes = sizes_of(trees.flatten(batch)[0], self.batching)
 
     def note(self, kind: str, target: str, value: Any, options: dict[str, Any] | None = None) -> Effect:
         """Write an effect down: recorded values go out through the recorder's own log, constants stay here."""
@@ -104,8 +123,8 @@ class _Watch:
             if isinstance(leaf, torch.Tensor) or is_tracked(leaf):
                 effect.leaves.append(None)
                 effect.recorded.append(position)
-                size = _first_size(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf)
-                self.seen.setdefault((effect.ordinal, position), {})[self.batch_size] = size
+                size = _shape(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf)
+                self.seen.setdefault((effect.ordinal, position), {})[self.sizes] = size
                 log(f"{kind} {target} {position}", leaf, **{_KEY: (effect, position)})
             else:
                 effect.leaves.append(leaf)
@@ -113,7 +132,23 @@ class _Watch:
             log(f"{kind} {target}", 0.0, **{_KEY: (effect, None)})
         return effect
 
-    def finish(self, recording: Recording) -> Effects:
+    def put(self, kind: str, path: Path, value: Any, key: Any = None) -> None:
+        """Something is put into a container."""
+        self.note(kind, text_of(path), value, {"path": path, "key": key})
+        if isinstance(value, (list, dict, set)):
+            self.given.append((text_of(path), value, *trees.flatten(value)))
+
+    def check_given(self) -> None:
+        """A container that was put into another one must be complete by then."""
+        for text, value, leaves, tree in self.given:
+            now, form = trees.flatten(value)
+            if form != tree or any(a is not b for a, b in zip(now, leaves)):
+                raise ConfigError(
+                    f"the step puts a {type(value).__name__} into {text} and changes it afterwards: fill it before."
+                )
+
+    def finish(self, recording: Recording) -> tuple[Recording, Effects]:
+        """The effects of a recording. What is in containers that the step only fills does not matter for it."""
         found: dict[int, Effect] = {}
         for call in recording.logs:
             effect, position = call.options[_KEY]
@@ -125,25 +160,23 @@ class _Watch:
                 effect.recorded.remove(position)
             else:
                 effect.outputs[position] = call.output
-                effect.laws[position] = _law(self.seen[(effect.ordinal, position)])
+                effect.follows[position] = follows(self.seen[(effect.ordinal, position)])
         ordered = tuple(found[key] for key in sorted(found))
         separate = (i for effect in ordered if not _is_mean(effect, recording) for i in effect.outputs.values())
-        return Effects(ordered, dict(self.returned), frozenset(separate))
+        recording = replace(recording, guards=recording.guards.without(self.touched.covers))
+        averaged = (i for effect in ordered if _is_averaged(effect) for i in effect.outputs.values())
+        return recording, Effects(ordered, dict(self.returned), frozenset(separate), frozenset(averaged))
 
 
-def _first_size(tensor: torch.Tensor) -> int:
-    """The size of dim 0, -1 for scalars; not recorded."""
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of a tensor; not recorded."""
     with torch._C.DisableTorchFunction():
-        return int(tensor.shape[0]) if tensor.dim() else -1
+        return tuple(int(size) for size in tensor.shape)
 
 
-def _law(seen: Mapping[int, float]) -> str:
-    if len(seen) < 2:
-        return "unknown"
-    if len(set(seen.values())) == 1:
-        return "constant"
-    (b1, s1), (b2, s2), *_ = seen.items()
-    return "batch" if s1 * b2 == s2 * b1 else "unknown"
+def _is_averaged(effect: Effect) -> bool:
+    mean = effect.options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
+    return effect.kind == "log" and bool(effect.options.get("sync_dist")) and mean
 
 
 def _is_mean(effect: Effect, recording: Recording) -> bool:
@@ -156,11 +189,15 @@ def _is_mean(effect: Effect, recording: Recording) -> bool:
 
 
 @contextmanager
-def watched(module: LightningModule, step: str) -> Iterator[Callable[[Recording], Effects]]:
-    """While it is open, effects of `step` are written down. Yields what makes the `Effects` of the recording."""
-    watch = _Watch(module)
+def watched(
+    module: LightningModule, step: str, batching: Batching | None = None
+) -> Iterator[Callable[[Recording], tuple[Recording, Effects]]]:
+    """While it is open, effects of `step` are written down. Yields what makes the `Effects` of the recording.
+
+    `batching` says which leaves of the batch hold the samples.
+    """
+    watch = _Watch(module, batching)
     with ExitStack() as stack:
-        stack.enter_context(_watched_lists(module, watch))
         for path, metric in outer_metrics(module).items():
             stack.enter_context(_as(metric, _metric_members(watch, path, metric)))
         stack.enter_context(_as(module, _module_members(watch, type(module), step)))
@@ -187,7 +224,9 @@ def _module_members(watch: _Watch, original: type, step: str) -> dict[str, Any]:
     def run(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         watch.start(batch)
         try:
-            result = method(self, batch, *args, **kwargs)
+            with watched_containers(self, watch):
+                result = method(self, batch, *args, **kwargs)
+            watch.check_given()
         finally:
             watch.running = False
         leaves, tree = trees.flatten(result)
@@ -213,7 +252,9 @@ def _module_members(watch: _Watch, original: type, step: str) -> dict[str, Any]:
             log(name, value, *args, **options)
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
-        if watch.running and not name.startswith("_"):
+        if isinstance(value, Watched) and getattr(self, name, None) is value:
+            return  # the second half of +=
+        if watch.running and name not in OWN_NAMES:
             _check_assigned(self, name, value)
             watch.note("set", name, value)
         assign(self, name, value)
@@ -223,6 +264,7 @@ def _module_members(watch: _Watch, original: type, step: str) -> dict[str, Any]:
         "log": property(lambda self: log),
         "log_dict": property(lambda self: log_dict),
         "__setattr__": set_attribute,
+        "_pipepart_sets": True,  # tensors that the step keeps are set after it, with the values of the whole batch
     }
 
 
@@ -268,66 +310,3 @@ def _metric_members(watch: _Watch, path: str, metric: Metric | MetricCollection)
     members: dict[str, Any] = {kind: attribute(kind) for kind in ("forward", "update", "compute", "reset")}
     members["__call__"] = lambda self, *args, **kwargs: method("forward")(*args, **kwargs)
     return members
-
-
-@contextmanager
-def _watched_lists(module: LightningModule, watch: _Watch) -> Iterator[None]:
-    """Lists and dicts of the module that the step may fill, as ones that write down what is put into them."""
-    own = {key: value for key, value in vars(module).items() if not key.startswith("_") and type(value) in (list, dict)}
-    for key, value in own.items():
-        module.__dict__[key] = _watched_container(watch, (key,), value)
-    try:
-        yield
-    finally:
-        module.__dict__.update(own)
-
-
-def _watched_container(watch: _Watch, path: tuple[Any, ...], value: Any) -> Any:
-    if type(value) is list:
-        return _List(watch, path, (_watched_container(watch, (*path, i), item) for i, item in enumerate(value)))
-    if type(value) is dict:
-        return _Dict(watch, path, {k: _watched_container(watch, (*path, k), item) for k, item in value.items()})
-    return value
-
-
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigError(
-            f"the step calls {name} on self.{self.path[0]}: of what is done to lists and dicts, a recorded step can repeat "
-            "append, extend and setting an item only. Do the rest in a hook."
-        )
-
-    return refuse
-
-
-class _List(list):
-    def __init__(self, watch: _Watch, path: tuple[Any, ...], items: Any) -> None:
-        super().__init__(items)
-        self.watch, self.path = watch, path
-
-    def append(self, value: Any) -> None:
-        self.watch.note("append", str(self.path[0]), value, {"path": self.path})
-
-    def extend(self, values: Any) -> None:
-        self.watch.note("extend", str(self.path[0]), list(values), {"path": self.path})
-
-    def __iadd__(self, values: Any) -> Any:  # type: ignore[misc]
-        self.extend(values)
-        return self
-
-    __setitem__ = __delitem__ = insert = pop = remove = clear = sort = reverse = _refused("a changing method")
-
-
-class _Dict(dict):
-    def __init__(self, watch: _Watch, path: tuple[Any, ...], items: Any) -> None:
-        super().__init__(items)
-        self.watch, self.path = watch, path
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.watch.note("setitem", str(self.path[0]), value, {"path": self.path, "key": key})
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    __delitem__ = pop = popitem = clear = setdefault = _refused("a changing method")

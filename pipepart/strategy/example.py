@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from pipepart.errors import PlanError
 from pipepart.strategy.loaders import unwrapped
 
-__all__ = ["first_batch", "open_loader", "reopen", "steps_ahead"]
+__all__ = ["first_batch", "open_loader", "prepare", "reopen", "steps_ahead"]
 
 
 def open_loader(trainer: Trainer) -> Any:

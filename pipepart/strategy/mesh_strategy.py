@@ -30,6 +30,7 @@ from pipepart.errors import ConfigError
 from pipepart.runtime import Groups, Mesh, Options, fit_mesh
 from pipepart.runtime.device import backend_for, limit_threads
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
 from pipepart.runtime.rendezvous import local_store
 from pipepart.strategy.loaders import ends_together, needs_agreement
 from pipepart.strategy.materialise import empty_names
@@ -150,14 +151,19 @@ class MeshStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if _distributed_is_initialized():
             with guarded(self._groups):
-                dist.barrier()
+                if self._groups is None:
+                    dist.barrier()
+                else:
+                    meet(self._groups)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not _distributed_is_initialized():
             return obj
+        if self._groups is not None:
+            with guarded(self._groups):
+                return broadcast_object(obj, src, self._groups)
         box = [obj]
-        with guarded(self._groups):
-            dist.broadcast_object_list(box, src)
+        dist.broadcast_object_list(box, src)
         return box[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -200,13 +206,13 @@ def same_weights_everywhere(module: LightningModule, groups: Groups | None) -> N
     if groups is None:
         return
     empty = empty_names(module)
-    everywhere: list[Any] = [None] * groups.mesh.world_size
-    dist.all_gather_object(everywhere, (len(empty), hashlib.sha256("\n".join(empty).encode()).hexdigest()))
+    everywhere = gather_objects((len(empty), hashlib.sha256("\n".join(empty).encode()).hexdigest()), groups)
     if len(set(everywhere)) > 1:
         raise ConfigError(
             f"ranks have built {type(module).__name__} with different parts on the meta device (tensors without memory "
             f"by rank: {[count for count, _ in everywhere]}). Build it the same way on every rank."
         )
+    meet(groups)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:

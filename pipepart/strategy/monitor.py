@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils._pytree import tree_leaves
 
+from pipepart.capture import trees
 from pipepart.errors import ConfigError, PlanError
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import plan_figures, step_figures
@@ -202,7 +202,7 @@ def _trace_when(runtime: StageRuntime, due: Callable[[], bool]) -> Callable[[], 
 def _samples_of(batch: Any, otherwise: int) -> int:
     """How many samples a batch has: the last one of an epoch may be smaller than what was planned for."""
     try:
-        return batch_size_of(tree_leaves(batch))
+        return batch_size_of(trees.leaves_of(batch))
     except PlanError:  # no tensor in it: made on the stage
         return otherwise
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch.optim import Optimizer
 
+from pipepart.capture import trees
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
 
-__all__ = ["full_optimizer_state", "gather_parts", "load_full_optimizer_state", "own_optimizer_state", "own_part"]
+__all__ = [
+    "full_optimizer_state",
+    "gather_parts",
+    "load_full_optimizer_state",
+    "own_optimizer_state",
+    "own_part",
+    "states_to_host",
+]
 
 
 def own_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -27,7 +35,24 @@ def own_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 def own_part(optimizer: Optimizer, states: dict[int, Any]) -> dict[int, Any]:
     """Of states by parameter number, those of parameters on this rank (some optimizers make them for all at once)."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {int(index): value for index, value in states.items() if not parameters[int(index)].is_meta}
+    return {
+        int(index): value
+        for index, value in states.items()
+        if not parameters[int(index)].is_meta and not _without_values(value)
+    }
+
+
+def _without_values(state: Any) -> bool:
+    """Whether a state was made for a parameter of another stage (which may have its values again, after the run)."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in trees.leaves_of(state))
+
+
+def states_to_host(optimizers: Sequence[Optimizer]) -> None:
+    """Move the states into host memory, as Lightning does after a run. (What was made for other stages has no values.)"""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if not _without_values(state):
+                optimizer.state[parameter] = trees.moved(state, "cpu")
 
 
 def gather_parts(part: dict[Any, Any], runtime: StageRuntime) -> dict[Any, Any] | None:
@@ -58,5 +83,5 @@ def load_full_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> No
     """Take the part of a whole state dict that belongs to parameters on this rank."""
     own = own_part(optimizer, state["state"])
     # Copies, since what was loaded may be mapped from the file.
-    own = pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, own)
+    own = trees.map_structure(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, own)
     optimizer.load_state_dict({**state, "state": own})

@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-import torch.utils._pytree as pytree
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
-from pipepart.capture import Recording, record_step
-from pipepart.errors import CaptureError
+from pipepart.capture.batching import BatchDim, check_batch_dim
 from pipepart.planning import Plan, check_request
 from pipepart.runtime import Options, StageRuntime, agree_on_plan, example_microbatch
 from pipepart.runtime.batch_norm import check_batch_norm
+from pipepart.runtime.collectives import recording_on_every_rank
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.microbatch import batch_size_of, microbatch_sizes, slice_leaves
+from pipepart.runtime.meeting import broadcast_object, gather_objects
+from pipepart.runtime.options import check_loss
+from pipepart.runtime.randomness import check_randomness
+from pipepart.runtime.recordings import Variants
 from pipepart.runtime.rehearsal import rehearsed
+from pipepart.runtime.samples import agree_on_samples
 from pipepart.runtime.transport import check_transport
-from pipepart.strategy.checkpoint_strategy import CheckpointStrategy
+from pipepart.samples.window import NOT_KNOWN_AHEAD
+from pipepart.strategy.ahead import why_not_ahead
 from pipepart.strategy.console import measured_against_predicted, tell
-from pipepart.strategy.effects import Effects, watched
 from pipepart.strategy.example import first_batch, open_loader, reopen, steps_ahead
 from pipepart.strategy.finetuning import connect_finetuning
 from pipepart.strategy.materialise import check_can_be_filled, empty_names, fill, refuse_unfilled
 from pipepart.strategy.mesh_strategy import same_weights_everywhere
-from pipepart.strategy.metrics import connect_metrics
-from pipepart.strategy.recordings import Variants
+from pipepart.strategy.recording_strategy import flattener
 from pipepart.strategy.refusals import check_module, check_optimizers, check_trainer
 from pipepart.strategy.replay import replay
-from pipepart.strategy.scaler import connect_scaler, loss_scale_of
+from pipepart.strategy.scaler import check_scaled_optimizers, connect_scaler, loss_scale_of
 from pipepart.strategy.signals import Signals
+from pipepart.strategy.summary import connect_summary
+from pipepart.strategy.verification import Verification
+from pipepart.strategy.whole_strategy import WholeStrategy, check_after
 
 __all__ = ["PipelineStrategy"]
 
@@ -52,21 +54,9 @@ _EVALUATION = {
 }
 _WORTH_A_REHEARSAL = 50
 """Batches: a shorter run is over before it matters what a step takes."""
-_CUT = "_pipepart_cut"
-"""The attribute of a module of which this process holds a part only: what can make it whole again."""
 
 
-class _Cut:
-    """Keeps the runtime with its module; copies and pickles of the module go without."""
-
-    def __init__(self, runtime: StageRuntime | None = None) -> None:
-        self.runtime = runtime
-
-    def __reduce__(self) -> Any:
-        return _Cut, ()
-
-
-class PipelineStrategy(CheckpointStrategy):
+class PipelineStrategy(WholeStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -76,6 +66,7 @@ class PipelineStrategy(CheckpointStrategy):
     The whole `training_step` is recorded on the first batch, cut into stages by measured cost, and run on micro-batches.
     `plan` takes a plan that was saved. `example_batch` is for data that can be read only once. With `sharded=True` each
     stage writes its own part of a checkpoint; by default it is one plain file that Lightning loads without pipepart.
+    When a run has ended, every rank has the whole module, as with DDP; with `after="parts"` it keeps its part.
     A module that is built on the meta device is never whole anywhere: each rank fills what it holds.
     """
 
@@ -99,6 +90,11 @@ class PipelineStrategy(CheckpointStrategy):
         memory_limit: float | None = None,
         transport: str = "auto",
         batch_norm: str = "microbatch",
+        randomness: str = "op",
+        after: str = "whole",
+        loss: str = "batch",
+        verify: bool = False,
+        batch_dim: BatchDim = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -108,23 +104,37 @@ class PipelineStrategy(CheckpointStrategy):
         check_request(schedule, microbatches, stages, recompute)
         check_transport(transport)
         check_batch_norm(batch_norm)
+        check_randomness(randomness)
+        check_after(after)
+        check_loss(loss)
+        check_batch_dim(batch_dim)
         loaded = Plan.load(plan) if isinstance(plan, str) else plan
         options = Options(
-            loaded.stages if loaded else stages, loaded.replicas if loaded else replicas, microbatches, schedule, chunks,
-            slack, keep_together, split_at, loaded, timeout, transport, recompute, memory_limit,
-            batch_norm,
-        )  # fmt: skip
+            stages=loaded.stages if loaded else stages,
+            replicas=loaded.replicas if loaded else replicas,
+            microbatches=microbatches,
+            schedule=schedule,
+            chunks=chunks,
+            slack=slack,
+            keep_together=keep_together,
+            split_at=split_at,
+            plan=loaded,
+            timeout=timeout,
+            transport=transport,
+            recompute=recompute,
+            memory_limit=memory_limit,
+            batch_norm=batch_norm,
+            loss=loss,
+            randomness=randomness,
+            verify=verify,
+            batch_dim=batch_dim,
+        )
         super().__init__(options, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self.sharded = sharded
+        self.sharded, self.after = sharded, after
         self._example_batch = example_batch
-        self._effects: dict[str, Effects] = {}
-        self._variants: dict[str, Variants] = {}
-        self._trainable: tuple[bool, ...] = ()
-        self._empty = False
-        """The model was built on the meta device, and no rank has ever had all of it."""
-        self._signals: Signals | None = None
         self._opened = False
-        self._undo_metrics: Callable[[], None] = lambda: None
+        self._continues = False
+        """Gradients of earlier batches wait for the next one, to make one step of the optimizer."""
         self.step_times: list[float] = []
         """Seconds of each training step on this rank, without the optimizer."""
 
@@ -142,88 +152,82 @@ class PipelineStrategy(CheckpointStrategy):
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
+        with guarded(self._groups):  # a rank that fails alone, wherever that is, is not waited for
+            self._set_up(trainer)
+
+    def _set_up(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
+        seed = torch.initial_seed()
         connect_finetuning(trainer)
-        self._release_other_model(module, fitting)
+        connect_summary(trainer)
+        self._enter(module, fitting)
         if self._runtime is None:
+            self._effects, self._variants = {}, {}
             check_can_be_filled(module)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             with isolate_rng():  # random numbers that planning draws do not count
                 self._build(trainer, module, "training_step" if fitting else _EVALUATION[TrainerFn(trainer.state.fn)])
+        self.runtime.seeds.seed = self.broadcast(seed)
         self._signals = Signals(trainer, self._groups, self.root_device)
         if fitting:
-            self.step_times = []
+            self.step_times, self._continues = [], False
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            check_scaled_optimizers(self.precision_plugin, self.optimizers)
         self.setup_precision_plugin()
         connect_scaler(self.precision_plugin, self._groups, self.root_device)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
-    def _release_other_model(self, module: LightningModule, fitting: bool) -> None:
-        """A runtime of another model, or one that was planned for evaluation alone, gives way to a new one."""
-        runtime = self._runtime
-        if runtime is not None and not (runtime.root is module and (runtime.has("training_step") or not fitting)):
-            self.make_whole()
-        elif runtime is None:
-            left = module.__dict__.pop(_CUT, None)  # by another trainer
-            if left is not None and left.runtime is not None:
-                left.runtime.make_whole()
-
-    def make_whole(self) -> None:
-        """All parameters on every rank again, as after a run on one device. All ranks must call it together."""
-        self._undo_metrics()
-        runtime, self._runtime, self._effects, self._variants = self._runtime, None, {}, {}
-        if runtime is not None:
-            runtime.root.__dict__.pop(_CUT, None)
-            runtime.make_whole()
-
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
         """Record the step on the first batch, agree on a plan, keep this rank's stage."""
-        with guarded(self._groups):
-            self._empty = bool(empty_names(module))
-            same_weights_everywhere(module, self._groups)
-            example = self._shared_example(trainer)
-        microbatch, usual = example_microbatch(example, self._options, self.mesh)
+        self._empty = bool(empty_names(module))
+        same_weights_everywhere(module, self._groups)
+        example = self._shared_example(trainer)
+        found = example_microbatch(example, self._options, self.mesh, module)
         modes = {part: part.training for part in module.modules()}
         if step != "training_step":
             module.eval()
-        recording = self._record(module, step, step, microbatch)
-        leaves = recording.flatten((microbatch,), {})
+        with recording_on_every_rank(self._groups, module):
+            recording = self._record(module, step, step, found)
+        leaves = recording.flatten((found.batch,), {})
+        free = self._effects[step].reduced_otherwise
+        loss = self._options.loss
+        samples = agree_on_samples(
+            recording, (example,), {}, found.sizes.sizes[0], self._groups, free, loss=loss, pieces=found.pieces
+        )
+        self._effects[step] = replace(self._effects[step], checked=samples.checked)
+        options, context = samples.options(self._options), self.precision_plugin.forward_context
         plan, graph, costs = agree_on_plan(
-            recording, leaves, self._options, self.mesh, usual, self._groups,
-            self.precision_plugin.forward_context, str(trainer.precision),
-        )  # fmt: skip
+            recording, leaves, options, self.mesh, found.sizes, self._groups, context, str(trainer.precision)
+        )
+        wanted = options.verify and step == "training_step"
+        verifying = Verification(recording, example, plan.microbatches, context, found.pieces) if wanted else None
         for part, mode in modes.items():
             part.training = mode
-        options = self._options
         self._runtime = StageRuntime(
-            module,
-            plan,
-            graph,
-            recording,
-            self._groups,
-            self.root_device,
-            options.timeout,
-            step,
-            options.transport,
-            costs,
-            options.batch_norm,
-        )
+            module, plan, graph, recording, self._groups, self.root_device, step, options, costs, samples.cut,
+            self._effects[step].averaged,
+        )  # fmt: skip
         if self._empty:
             self._fill(trainer, module)
         self._variants = {step: Variants(step, [step], 1)}
-        self._undo_metrics = connect_metrics(module, self._runtime)
-        if self._groups is not None:
-            module.__dict__[_CUT] = _Cut(self._runtime)
+        self._is_cut(module, self._runtime)
         if step == "training_step":
             self._rehearse(trainer, example)
         nodes = f"\n{self.describe_nodes()}" if self.num_nodes > 1 else ""
-        notes = "".join(f"\nnote       {note}" for note in recording.notes)
+        said = (*recording.notes, *(costs.notes if costs is not None else ()))
+        if trainer.accumulate_grad_batches > 1:
+            said += self.runtime.weighed(step).notes
+            hook = why_not_ahead(trainer, module) if self.runtime.weighed(step).wide else ""
+            said += (f"{NOT_KNOWN_AHEAD} ({hook} keeps them from being looked at)",) if hook else ()
+        notes = "".join(f"\nnote       {note}" for note in said) + samples.lines
+        if verifying is not None:
+            notes += f"\n{verifying.table(self.runtime, self._effects[step])}"
         tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{nodes}{notes}\n")
 
     def _rehearse(self, trainer: Trainer, example: Any) -> None:
@@ -232,7 +236,7 @@ class PipelineStrategy(CheckpointStrategy):
         if self._empty or steps_ahead(trainer) < _WORTH_A_REHEARSAL:
             return
         numbers = dict.fromkeys(("batch_idx", "global_step", "current_epoch", "dataloader_idx"), 0)
-        name, leaves = self._variants["training_step"].choose(example, numbers, self.runtime)
+        name, leaves = self._variants["training_step"].choose(flattener(example, numbers, self.runtime), self.runtime)
         if name is None:  # the whole batch needs another recording than its first part: made when it is trained on
             return
         seconds = rehearsed(
@@ -254,33 +258,22 @@ class PipelineStrategy(CheckpointStrategy):
             unfilled = [name for name in unfilled if name not in saved]
         lists: list[Any] = [unfilled]
         if self._groups is not None:
-            lists = [None] * self.mesh.world_size
             with guarded(self._groups):
-                dist.all_gather_object(lists, unfilled)
+                lists = gather_objects(unfilled, self._groups)
         refuse_unfilled(module, {name for names in lists for name in names})
+        self.runtime.parts.drop_empty_buffers()
 
     def _shared_example(self, trainer: Trainer) -> Any:
         """The example of rank 0 for all: ranks must record the same."""
-        box = [self._example_batch]
+        example = self._example_batch
         if self._example_batch is None:
             loader = open_loader(trainer)
             self._opened = trainer.state.fn == TrainerFn.FITTING
             if self.global_rank == 0:
-                box = [first_batch(trainer, loader)]
+                example = first_batch(trainer, loader)
         if self._groups is not None:
-            dist.broadcast_object_list(box, 0)
-        return self.batch_to_device(box[0]) if self._example_batch is not None or self.global_rank else box[0]
-
-    def _record(
-        self, module: LightningModule, name: str, step: str, batch: Any, loader: int | None = None, batch_idx: int = 0
-    ) -> Recording:
-        training = step == "training_step"
-        with self.precision_plugin.forward_context(), torch.set_grad_enabled(training), watched(module, step) as finish:
-            recording = record_step(module, step, batch, batch_idx=batch_idx, dataloader_idx=loader)
-        self._effects[name] = finish(recording)
-        if training:
-            self._trainable = tuple(p.requires_grad for p in module.parameters())
-        return recording
+            example = broadcast_object(example, 0, self._groups)
+        return self.batch_to_device(example) if self._example_batch is not None or self.global_rank else example
 
     # ---- steps
 
@@ -291,11 +284,17 @@ class PipelineStrategy(CheckpointStrategy):
             self._variants["training_step"].names = []  # a part was frozen or thawed (fine-tuning callbacks)
         name, leaves = self._recording_for("training_step", batch, batch_idx, None)
         # Replicas exchange gradients once for each step of the optimizer; until then each keeps its own.
-        reduce = self.mesh.replicas == 1 or not trainer.fit_loop._should_accumulate()
+        accumulates = trainer.fit_loop._should_accumulate()
+        reduce = self.mesh.replicas == 1 or not accumulates
+        key = self.runtime.seeds.of_step("training_step", trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+        ahead = [] if self._continues else self._leaves_ahead(name, batch_idx)
         started = time.perf_counter()
         result = self.runtime.train(
             leaves,
+            draw_key=key,
             reduce=reduce,
+            continues=self._continues,
+            ahead=ahead,
             loss_scale=loss_scale_of(self.precision_plugin, self.root_device) / trainer.accumulate_grad_batches,
             trace=len(self.step_times) in (3, 10),
             outputs_everywhere=True,
@@ -303,6 +302,7 @@ class PipelineStrategy(CheckpointStrategy):
             context=self.precision_plugin.forward_context,
             name=name,
         )
+        self._continues = accumulates
         self.step_times.append(time.perf_counter() - started)
         return replay(self._effects[name], result, self.runtime.recording(name), module, self.runtime)
 
@@ -325,56 +325,20 @@ class PipelineStrategy(CheckpointStrategy):
         return self._evaluate("predict_step", *args)
 
     def _evaluate(self, step: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        module, _ = self._module_and_trainer()
+        module, trainer = self._module_and_trainer()
         name, leaves = self._recording_for(step, batch, batch_idx, dataloader_idx)
+        trained = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         result = self.runtime.evaluate(
-            name, leaves, separate=self._effects[name].separate, context=self.precision_plugin.forward_context
+            name,
+            leaves,
+            separate=self._effects[name].separate,
+            context=self.precision_plugin.forward_context,
+            draw_key=self.runtime.seeds.of_step(step, trained, dataloader_idx or 0, batch_idx),
         )
         answer = replay(self._effects[name], result, self.runtime.recording(name), module, self.runtime)
         if self._signals is not None:
             self._signals.agree()
         return answer
-
-    def _recording_for(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> tuple[str, list[Any] | None]:
-        """The name of a recording that holds for this batch, and the leaves of the batch on the first stage."""
-        _, trainer = self._module_and_trainer()
-        numbers = {
-            "batch_idx": batch_idx,
-            "global_step": trainer.global_step,
-            "current_epoch": trainer.current_epoch,
-            "dataloader_idx": loader or 0,
-        }
-        key = step if loader is None else f"{step}:{loader}"
-        variants = self._variants.setdefault(key, Variants(key))
-        for _ in range(2):
-            if variants.names:
-                name, leaves = variants.choose(batch, numbers, self.runtime)
-                if name is not None:
-                    return name, leaves
-            self._add(variants, step, batch, batch_idx, loader)
-        raise CaptureError(f"{step}: what was recorded on this very batch does not hold for it")
-
-    def _add(self, variants: Variants, step: str, batch: Any, batch_idx: int, loader: int | None) -> None:
-        """Record a step when it is first needed, or once more, on the batch of the first stage of this replica."""
-        module, _ = self._module_and_trainer()
-        name = variants.new_name()
-        if self._groups is not None:
-            box = [batch]
-            with guarded(self._groups):
-                source = self._groups.rank_of_stage(self.plan.placement[0])
-                dist.broadcast_object_list(box, source, group=self._groups.pipeline)
-            batch = self.batch_to_device(box[0]) if self.global_rank != source else batch
-        leaves, tree = pytree.tree_flatten(batch)
-        total = batch_size_of(leaves)
-        parts = slice_leaves(leaves, microbatch_sizes(total, min(total, self.plan.microbatches)))
-        with nullcontext() if self._empty else self.runtime.gathered():  # what is empty is recorded by its shapes
-            recording = self._record(module, name, step, pytree.tree_unflatten(parts[0], tree), loader, batch_idx)
-            self.runtime.add(name, recording)
-        variants.names.insert(0, name)
-
-    def _module_and_trainer(self) -> tuple[LightningModule, Trainer]:
-        assert self.lightning_module is not None
-        return self.lightning_module, self.lightning_module.trainer
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.runtime.clip_grad_norm(list(self.precision_plugin.main_params(optimizer)), clip_val)
@@ -388,16 +352,3 @@ class PipelineStrategy(CheckpointStrategy):
 
     def on_train_end(self) -> None:
         tell(measured_against_predicted(self.plan, self.step_times))
-
-    def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException) and self._signals is not None and self._runtime is not None:
-            self._signals.save()
-
-    def teardown(self) -> None:
-        """Not the base class's: that one moves the module to the CPU, which parameters of other stages cannot."""
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()

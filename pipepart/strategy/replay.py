@@ -6,11 +6,11 @@ the same, monitors decide the same, and nobody waits for a rank that took anothe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric, MetricCollection
 
@@ -20,7 +20,10 @@ from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.microbatch import MicrobatchSizes
 from pipepart.runtime.program import StepResult
+from pipepart.runtime.samples import SamplesMeet
+from pipepart.strategy.containers import container_at
 from pipepart.strategy.effects import Effect, Effects, outer_metrics
+from pipepart.strategy.following import Follows
 from pipepart.strategy.lazy import Later
 from pipepart.strategy.metrics import on_this_rank
 
@@ -57,16 +60,12 @@ def _from_last_stage(
         except Exception as error:
             failure = error
             message = (f"{type(error).__name__}: {error}", {})
-    text, values = runtime.from_last(_moved(message, "cpu"))
+    text, values = runtime.from_last(trees.moved(message, "cpu"))
     if failure is not None:
         raise failure
     if text is not None:
         raise PipelineError(f"the last stage failed after the step, while feeding metrics or merging values: {text}")
-    return _moved(values, runtime.device)
-
-
-def _moved(value: Any, device: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)
+    return trees.moved(values, runtime.device)
 
 
 # ---- on the last stage
@@ -78,29 +77,68 @@ def _values(effects: Effects, result: StepResult, metrics: Mapping[str, Any]) ->
         if effect.on_metric:
             known[effect.ordinal] = _feed(effect, metrics[effect.target], result, known)
         elif any(index in effects.separate for index in effect.outputs.values()):
-            how = effect.options.get("reduce_fx", "mean") if effect.kind == "log" else "mean"
             known[effect.ordinal] = [
-                merge_values(result.outputs[index], effect.laws[position], result.sizes, how)
-                for position, index in sorted(effect.outputs.items())
+                _whole(effect, position, result, effects.checked) for position in sorted(effect.outputs)
             ]
     return known
+
+
+def _whole(effect: Effect, position: int, result: StepResult, checked: bool) -> Any:
+    """The value of the whole batch, or an error that names the effect."""
+    index = effect.outputs[position]
+    values = result.outputs[index]
+    how = effect.options.get("reduce_fx", "mean") if effect.kind == "log" else "mean"
+    name = f"self.log({effect.target!r})" if effect.kind == "log" else effect.target
+    name = f"self.{name}" if effect.kind == "set" else name
+    try:
+        whole = merge_values(values, effect.follows[position], result.sizes, how, result.laws[index])
+    except ValueError as error:
+        shapes = [tuple(value.shape) for value in values]
+        raise PipelineError(
+            f"{name}: what the step puts there cannot be put together from {len(values)} micro-batches: {error}.\n"
+            f"  expected: one dimension for the samples\n  got: tensors of the shapes {shapes}\n"
+            "  do: put values of single samples there and make the rest of them in a hook, or use microbatches=1"
+        ) from None
+    if effect.kind != "log" and (guess := _guessed(values, whole, effect.follows[position], checked)):
+        warnings.warn(
+            f"{name}: the values of micro-batches differ, and how they make up that of the whole batch is not known. {guess}. "
+            "Where that is not meant, put values of single samples there, or use microbatches=1.",
+            SamplesMeet,
+            stacklevel=2,
+        )
+    return whole
+
+
+def _guessed(values: Sequence[Any], whole: Any, follows: Follows, checked: bool) -> str:
+    """How tensors that differ were put together, if that is not known to be right; numbers are means."""
+    if len(values) == 1 or not isinstance(whole, torch.Tensor) or not whole.dim():
+        return ""
+    if whole.shape != values[0].shape:
+        known = follows.dims is not None or len({value.shape for value in values}) > 1
+        return "" if known else "They were put one after the other along the dimension that is as long as a micro-batch"
+    if checked or all(torch.equal(value, values[0]) for value in values):
+        return ""
+    return "Their mean over the samples is put there (of whole numbers the sum, of flags whether any is set)"
 
 
 def _feed(effect: Effect, metric: Any, result: StepResult, known: dict[int, Any]) -> Any:
     """Call the metric with the whole batch, or once for each micro-batch if its arguments cannot be put together."""
     call = getattr(metric, effect.kind)
     parts = {position: result.outputs[index] for position, index in effect.outputs.items()}
-    if all(_can_merge(part, effect.laws[position], result.sizes) for position, part in parts.items()):
-        whole = {p: merge_values(part, effect.laws[p], result.sizes, "mean") for p, part in parts.items()}
+    if all(_can_merge(part, effect.follows[position], result.sizes) for position, part in parts.items()):
+        laws = {p: result.laws[index] for p, index in effect.outputs.items()}
+        whole = {p: merge_values(part, effect.follows[p], result.sizes, "mean", laws[p]) for p, part in parts.items()}
         args, kwargs = _arguments(effect, whole, known)
         return call(*args, **kwargs)
     answers = []
     for index in range(len(result.sizes)):
-        args, kwargs = _arguments(effect, {p: part[index] for p, part in parts.items()}, known)
+        own = {p: part[index] if len(part) > 1 else part[0] for p, part in parts.items()}
+        args, kwargs = _arguments(effect, own, known)
         answers.append(call(*args, **kwargs))
     if answers[0] is None:
         return None
-    value = pytree.tree_map(lambda *v: merge_values(list(v), "constant", result.sizes, "mean"), *answers)
+    flat, tree = [trees.leaves_of(answer) for answer in answers], trees.flatten(answers[0])[1]
+    value = trees.unflatten([merge_values(v, Follows(()), result.sizes, "mean") for v in zip(*flat)], tree)
     if isinstance(metric, Metric):
         metric._forward_cache = value
     return value
@@ -117,30 +155,38 @@ def _filled(effect: Effect, recorded: Mapping[int, Any], known: Mapping[int, Any
     return leaves
 
 
-def _can_merge(values: Sequence[Any], law: str, sizes: MicrobatchSizes) -> bool:
+def _can_merge(values: Sequence[Any], follows: Follows, sizes: MicrobatchSizes) -> bool:
     first = values[0]
-    return not isinstance(first, torch.Tensor) or first.dim() == 0 or law == "batch" or _follows(values, sizes)
+    if len(values) == 1 or not isinstance(first, torch.Tensor) or first.dim() == 0:
+        return True  # made once for the whole batch, or a number
+    try:
+        return follows.dim([value.shape for value in values], sizes.sizes) is not None
+    except ValueError:
+        return False
 
 
-def _follows(values: Sequence[torch.Tensor], sizes: MicrobatchSizes) -> bool:
-    """Dim 0 is the same multiple of the size of each micro-batch, for sizes that differ."""
-    ratios = {value.shape[0] / size for value, size in zip(values, sizes.sizes)}
-    return len(ratios) == 1 and len(set(sizes.sizes)) > 1
-
-
-def merge_values(values: Sequence[Any], law: str, sizes: MicrobatchSizes, how: Any) -> Any:
+def merge_values(
+    values: Sequence[Any], follows: Follows, sizes: MicrobatchSizes, how: Any, law: str = "unknown"
+) -> Any:
     """One value for the batch: samples are put together, counts summed, other numbers averaged by size.
 
-    `how` is the reduction that the user asked for when logging ("sum", "max", "min", or a mean).
+    `law` says what is known of the value of the batch ("sum", "mean" over samples). For the rest, `how` is the
+    reduction that the user asked for when logging ("sum", "max", "min", or a mean). ValueError: it is not clear along
+    which dimension the samples lie.
     """
     first = values[0]
+    if len(values) == 1:  # one micro-batch, or made once for the whole batch
+        return first
+    if law in ("sum", "mean") and isinstance(first, torch.Tensor):
+        factors: Sequence[float] = [1] * len(values) if law == "sum" else sizes.weights
+        return torch.stack([value.detach() * factor for value, factor in zip(values, factors)]).sum(0)
     if not isinstance(first, torch.Tensor):
         if isinstance(first, (int, float)) and not isinstance(first, bool):
-            return sum(values) if law == "batch" else _mean(list(values), sizes)
+            return sum(values) if follows.counts else _mean(list(values), sizes)
         return values[-1]
-    same = all(value.shape == first.shape for value in values)
-    if first.dim() > 0 and (law == "batch" or _follows(values, sizes) or not same):
-        return torch.cat(list(values))
+    dim = follows.dim([value.shape for value in values], sizes.sizes)
+    if dim is not None:
+        return torch.cat(list(values), dim)
     stacked = torch.stack([value.detach() for value in values])
     if how in ("max", torch.max, max):
         return stacked.amax(0)
@@ -185,7 +231,9 @@ def _apply(
         path = options.pop("metric", None)
         if path is not None:
             value = module.get_submodule(path)
-        module.log(effect.target, value, **{"batch_size": result.sizes.batch_size, **options})
+        averaged = options.get("sync_dist") and any(result.laws[i] == "sum" for i in effect.outputs.values())
+        size = result.samples if averaged else result.sizes.batch_size
+        module.log(effect.target, value, **{"batch_size": size, **options})
     elif effect.kind == "set":
         setattr(module, effect.target, value)
     else:
@@ -193,16 +241,15 @@ def _apply(
 
 
 def _put(module: LightningModule, effect: Effect, value: Any) -> None:
-    first, *keys = effect.options["path"]
-    container = getattr(module, first)
-    for key in keys:
-        container = container[key]
-    if effect.kind == "append":
-        container.append(value)
-    elif effect.kind == "extend":
-        container.extend(value)
-    else:
+    container = container_at(module, effect.options["path"])
+    if effect.kind == "setitem":
         container[effect.options["key"]] = value
+    elif effect.kind == "setdefault":
+        container.setdefault(effect.options["key"], value)
+    elif effect.kind == "count":
+        container.update(value)
+    else:
+        getattr(container, effect.kind)(value)
 
 
 def _remember(metric: Any, value: Any) -> None:

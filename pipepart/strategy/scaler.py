@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.optim import Optimizer
 
+from pipepart.errors import ConfigError
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
 
-__all__ = ["connect_scaler", "loss_scale_of"]
+__all__ = ["check_scaled_optimizers", "connect_scaler", "loss_scale_of"]
 
 
 def loss_scale_of(plugin: Any, device: torch.device) -> float:
@@ -25,14 +29,37 @@ def loss_scale_of(plugin: Any, device: torch.device) -> float:
 
 
 def connect_scaler(plugin: Any, groups: Groups | None, device: torch.device) -> None:
-    """After unscaling, a gradient that is not finite on one stage counts on all: they skip the step together."""
+    """A gradient that is not finite on one stage counts on all: they skip the step together.
+
+    Gradients are looked at in `unscale_`, and, for fused optimizers, which unscale them themselves, in
+    `_check_inf_per_device`.
+    """
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     if scaler is None or groups is None or hasattr(scaler, "_pipepart"):
         return
-    own = scaler.unscale_
+    for name in ("unscale_", "_check_inf_per_device"):
+        setattr(scaler, name, _together(getattr(scaler, name), scaler, groups, device))
+    scaler._pipepart = True  # type: ignore[attr-defined]
 
-    def unscale(optimizer: Any) -> None:
-        own(optimizer)
+
+def check_scaled_optimizers(plugin: Any, optimizers: Sequence[Optimizer]) -> None:
+    """An optimizer that asks the scaler itself would decide for its own stage alone."""
+    if not isinstance(plugin, MixedPrecision) or plugin.scaler is None:
+        return
+    for optimizer in optimizers:
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step takes grad_scaler: it decides by the gradients of its own stage whether "
+                "a step is skipped, and stages would part. Use an optimizer that reads `found_inf` (as those of torch.optim "
+                "with fused=True do), or precision='bf16-mixed', which needs no scaler."
+            )
+
+
+def _together(own: Callable[[Any], Any], scaler: Any, groups: Groups, device: torch.device) -> Callable[[Any], Any]:
+    """The check of one stage as a check of all."""
+
+    def check(optimizer: Any) -> Any:
+        result = own(optimizer)
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         total = torch.zeros((), device=device)
         for value in found.values():
@@ -43,5 +70,6 @@ def connect_scaler(plugin: Any, groups: Groups | None, device: torch.device) -> 
             found[key].copy_(total)
         if not found:  # no parameter of this stage has a gradient
             found[device] = total
+        return result
 
-    scaler.unscale_, scaler._pipepart = unscale, True  # type: ignore[method-assign, attr-defined]
+    return check

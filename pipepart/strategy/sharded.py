@@ -207,7 +207,7 @@ def load_model(checkpoint: dict[str, Any], runtime: StageRuntime, strict: bool) 
     """Read the parameters and buffers of this stage."""
     reader = FileSystemReader(checkpoint["pipepart_shards"])
     known = reader.read_metadata().state_dict_metadata
-    state = runtime.root.state_dict()
+    state = runtime.parts.state_dict()
     wanted = {
         name: torch.empty_like(value) for name, value in state.items() if not value.is_meta and f"model.{name}" in known
     }

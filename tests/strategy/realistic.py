@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from support.models import GPT, UNet
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
@@ -17,12 +18,16 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 __all__ = ["MICRO_STATISTICS", "MODULES", "build"]
 
 
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 class Rows(Dataset):
     """Samples of any nesting, made before: the same in every process."""
 
-    def __init__(self, make: Callable[[], Any], count: int, seed: int) -> None:
+    def __init__(self, make: Callable[[], Any], count: int, seed: int, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(seed)
-        self.rows = [make() for _ in range(count)]
+        self.rows = [tree_map(lambda x: x.to(dtype) if _is_floating(x) else x, make()) for _ in range(count)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -472,10 +477,15 @@ MICRO_STATISTICS = {"unet", "resnet"}
 """Batch norm in train mode: its statistics are those of the micro-batches."""
 
 
-def build(name: str, seed: int = 3, samples: int = 22, batch_size: int = 8) -> tuple[Base, DataLoader, DataLoader]:
-    """The module with its training and validation data, the same in every process; the last batch is smaller."""
+def build(
+    name: str, seed: int = 3, samples: int = 22, batch_size: int = 8, dtype: torch.dtype = torch.float64
+) -> tuple[Base, DataLoader, DataLoader]:
+    """The module with its training and validation data, the same in every process; the last batch is smaller.
+
+    In float64 two runs differ by so little that tolerances do not depend on the CPU.
+    """
     torch.manual_seed(seed)
-    module = MODULES[name]()
+    module = MODULES[name]().to(dtype)
     sample = type(module).sample  # type: ignore[attr-defined]
-    train, val = Rows(sample, samples, seed + 1), Rows(sample, 12, seed + 2)
+    train, val = Rows(sample, samples, seed + 1, dtype), Rows(sample, 12, seed + 2, dtype)
     return module, DataLoader(train, batch_size=batch_size), DataLoader(val, batch_size=batch_size)

@@ -76,7 +76,7 @@ def test_resume_matrix(tmp_path) -> None:
     whole = _run("1", str(tmp_path), 2, None, None)
     for shape in SHAPES:
         for source, answer in zip(paths, _on(shape, _resume_all, str(tmp_path), list(paths.values()))):
-            assert answer["losses"] == pytest.approx(whole["losses"][3:], rel=3e-5), f"{source} -> {shape}"
+            assert answer["losses"] == pytest.approx(whole["losses"][3:], rel=1e-8), f"{source} -> {shape}"
             assert answer["rates"] == whole["rates"][3:], f"{source} -> {shape}"
             assert answer["step"] == whole["step"]
 
@@ -93,14 +93,14 @@ def _sharded(shape: str, folder: str) -> list[Any]:
 def test_sharded_checkpoint_resumes_at_another_shape_and_becomes_plain(tmp_path) -> None:
     *_, resumed = _on("2x1", _sharded, str(tmp_path))
     whole = _run("1", str(tmp_path), 2, None, None)
-    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=3e-5)
+    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=1e-8)
     folder = tmp_path / "shards.ckpt"
     assert len(list(folder.glob("*.distcp"))) == 2, "each stage writes its part"
     here = _run("1", str(tmp_path), 2, str(folder), None)
-    assert here["losses"] == pytest.approx(whole["losses"][3:], rel=3e-5)
+    assert here["losses"] == pytest.approx(whole["losses"][3:], rel=1e-8)
     consolidate(folder, tmp_path / "plain.ckpt")
     plain = _run("1", str(tmp_path), 2, str(tmp_path / "plain.ckpt"), None)
-    assert plain["losses"] == pytest.approx(whole["losses"][3:], rel=3e-5)
+    assert plain["losses"] == pytest.approx(whole["losses"][3:], rel=1e-8)
     shutil.copytree(folder, tmp_path / "intact.ckpt")
     shard, *_ = sorted(folder.glob("*.distcp"))
     _flip(shard)
@@ -259,6 +259,7 @@ def _broken_saves(shape: str, folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_shards_on_a_full_disk(tmp_path) -> None:
     for full, nowhere in run_ranks(2, _broken_saves, "2x1", str(tmp_path)):
         assert re.search(r"shards.ckpt could not be written: .*File too large.*untouched", full), full
@@ -346,11 +347,11 @@ def test_weight_ema_equals_one_device_and_resumes(tmp_path) -> None:
     wanted, _ = _average("1", str(tmp_path), None)
     assert set(got) == set(wanted)
     for name, value in wanted.items():
-        assert torch.allclose(got[name], value, atol=1e-5), name
+        assert torch.allclose(got[name], value, rtol=1e-9, atol=1e-10), name
         assert not torch.equal(got[name], state[name]), name
     on, _ = _average("1", str(tmp_path), str(tmp_path / "ema-2x1-1.ckpt"))
     straight, _ = _on("2x1", _average, str(tmp_path), str(tmp_path / "ema-1-1.ckpt"))
     assert set(on) == set(straight) == set(wanted)
     for name, value in on.items():
-        assert torch.allclose(value, straight[name], atol=1e-4), name
+        assert torch.allclose(value, straight[name], rtol=1e-9, atol=1e-10), name
         assert not torch.equal(value, wanted[name]), name

@@ -37,10 +37,11 @@ def _streams(pipeline: bool, devices: int) -> dict[str, Any]:
     return run_fit(module, stream, DataLoader(Stream(val.dataset.rows, 12), batch_size=5), chosen, devices)
 
 
+@pytest.mark.slow
 def test_stream_ends_on_all_ranks_when_the_first_stage_is_done() -> None:
     expected = _streams(False, 1)
     assert expected["step"] == 10
-    answers = run_ranks(2, _streams, True, 2, timeout=60)
+    answers = run_ranks(2, _streams, True, 2, timeout=240)
     for rank, answer in enumerate(answers):
         assert_same_run(answer, expected, f"rank {rank}")
     assert_same_state(answers[0]["state"], expected["state"], "stream")
@@ -57,7 +58,7 @@ class Augmented(Rows):
 def _augmented(pipeline: bool, devices: int) -> dict[str, Any]:
     rank = torch.distributed.get_rank() if devices > 1 else 0
     module, _, val = build("many_losses")
-    data = Augmented(type(module).sample, 20, 4)
+    data = Augmented(type(module).sample, 20, 4, torch.float64)
     random.seed(17 + rank)
     torch.manual_seed(17 + rank)  # the order differs too
     loader = DataLoader(data, batch_size=8, shuffle=True)
@@ -88,7 +89,7 @@ class Numbers(L.LightningDataModule):
     def setup(self, stage):
         assert stage == "fit"
         torch.manual_seed(0)
-        self.rows = [(torch.randn(12), index) for index in range(24)]
+        self.rows = [(torch.randn(12).double(), index) for index in range(24)]
 
     def train_dataloader(self):
         return DataLoader(self.rows, batch_size=4, shuffle=True)
@@ -98,7 +99,7 @@ class Regression(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.net = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        self.net = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).double()
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -151,7 +152,7 @@ def test_replicas_share_the_data_and_the_logs() -> None:
 def _several_loaders(pipeline: bool, devices: int) -> dict[str, Any]:
     """Training on two loaders at once: the batch is a dict of two."""
     module, first, _ = build("many_losses", samples=16)
-    second = DataLoader(Rows(type(module).sample, 8, 9), batch_size=4)
+    second = DataLoader(Rows(type(module).sample, 8, 9, torch.float64), batch_size=4)
     own = type(module).training_step
 
     class Both(type(module)):  # type: ignore[misc]
@@ -211,10 +212,11 @@ def _in_the_middle(pipeline: bool, devices: int, folder: str) -> list[list[float
     return found
 
 
+@pytest.mark.slow
 def test_stateful_loader_goes_on_where_it_was(tmp_path) -> None:
     """As on one device: planning has looked at the first batch, and has not taken it."""
     expected = _in_the_middle(False, 1, str(tmp_path))
     assert [len(losses) for losses in expected] == [2, 5]
     for answer in run_ranks(2, _in_the_middle, True, 2, str(tmp_path)):
         for losses, wanted in zip(answer, expected):
-            assert losses == pytest.approx(wanted, rel=3e-5)
+            assert losses == pytest.approx(wanted, rel=1e-8)

@@ -45,7 +45,7 @@ def _plain_loop(name: str, steps: int, clip: float | None, accumulate: int = 1):
     module = Module(name, seed=3)
     setup = module.configure_optimizers()
     optimizer, scheduler = setup["optimizer"], setup["lr_scheduler"]["scheduler"]
-    losses, done, batch_number = [], 0, 0
+    losses, done, batch_number, samples = [], 0, 0, 0
     while done < steps:
         for batch in loader(name, 42, 8):  # the last batch has fewer samples than micro-batches
             size = len(batch[0])
@@ -56,12 +56,16 @@ def _plain_loop(name: str, steps: int, clip: float | None, accumulate: int = 1):
             losses.append(float(reference_step(module.model, batch, sizes)))
             for p, old in zip(module.parameters(), before):
                 if p.grad is not None:
-                    p.grad /= accumulate
+                    p.grad *= size  # batches that are accumulated count by their samples
                     if old is not None:
                         p.grad += old
             batch_number += 1
+            samples += size
             if batch_number % accumulate:
                 continue
+            for p in module.parameters():
+                p.grad /= samples
+            samples = 0
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
             optimizer.step()
@@ -89,21 +93,22 @@ def test_weights_after_training_equal_one_process(name: str, stages: int) -> Non
     state = answers[0][0]
     assert list(state) == list(Module(name).state_dict())
     for key, value in expected.items():
-        assert_close(key, state[key].float(), value.float(), 3e-6)
+        assert_close(key, state[key], value)
     for _, seen, _, step in answers:
-        assert seen == pytest.approx(losses, rel=1e-5)
+        assert seen == pytest.approx(losses, rel=1e-9)
         assert step == 8
     assert all(answer[2] == answers[0][2] for answer in answers), "metrics differ between ranks"
     assert set(answers[0][2]) == {"train_loss", "val_loss"}
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_equals_one_process() -> None:
     answers = run_ranks(
         2, _pipeline, "gpt", 2, 2, {"max_steps": 4, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
     )
     expected, _ = _plain_loop("gpt", 4, 0.5, accumulate=3)
     for key, value in expected.items():
-        assert_close(key, answers[0][0][key], value, 3e-6)
+        assert_close(key, answers[0][0][key], value)
 
 
 def _plain_lightning(name: str, trainer: dict):
@@ -115,8 +120,8 @@ def test_one_stage_equals_plain_lightning() -> None:
     options = {"max_steps": 8, "gradient_clip_val": 0.5}
     state, seen, metrics, _ = _fit("gpt", 1, PipelineStrategy(stages=1), options)
     expected_state, expected_seen, expected_metrics, _ = _plain_lightning("gpt", options)
-    assert seen == pytest.approx(expected_seen, rel=1e-6)
-    assert metrics == pytest.approx(expected_metrics, rel=1e-6)
+    assert seen == pytest.approx(expected_seen, rel=1e-9)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-6)  # Lightning keeps metrics in float32
     for key, value in expected_state.items():
         assert_close(key, state[key], value)
 
@@ -125,6 +130,7 @@ def _by_name(name: str):
     return _fit(name, 2, "pipepart", {"max_steps": 3})
 
 
+@pytest.mark.slow
 def test_strategy_by_name() -> None:
     assert "pipepart" in L.pytorch.strategies.StrategyRegistry
     answers = run_ranks(2, _by_name, "mlp")
@@ -164,9 +170,9 @@ def test_replicas_equal_one_process_and_reduce_once_for_each_step() -> None:
     expected, losses = _plain_loop("gpt", 4, 0.5, accumulate=3)
     for (state, seen, _, _), steps in answers:
         assert steps == [1, 2, 3, 4], "one exchange of gradients for each step of the optimizer"
-        assert seen == pytest.approx([loss / 3 for loss in losses], rel=1e-5), "Lightning shows the share of the step"
+        assert seen == pytest.approx([loss / 3 for loss in losses], rel=1e-9), "Lightning shows the share of the step"
         for key, value in expected.items() if state else ():
-            assert_close(key, state[key], value, 3e-6)
+            assert_close(key, state[key], value)
     assert answers[0][0][0]
 
 
@@ -194,4 +200,4 @@ def test_checkpoint_is_plain_lightning_and_resumes_at_another_shape(tmp_path) ->
     expected = _checkpoint(1, 1, str(tmp_path), str(path), 7)
     assert not torch.equal(expected["model.head.weight"], content["state_dict"]["model.head.weight"])
     for key, value in expected.items():
-        assert_close(key, resumed[key], value, 3e-6)
+        assert_close(key, resumed[key], value)

@@ -70,7 +70,7 @@ class Large(LanguageModel):
     def configure_model(self) -> None:
         if self.model is None:
             with torch.device("meta"):
-                self.model = Model()
+                self.model = Model().double()
 
 
 def _fit(module: L.LightningModule, strategy: Any, devices: int, epochs: int, resume: Any, save: Any) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def test_filled_by_stages_and_loaded_from_plain_and_sharded_checkpoints(tmp_path
     ):
         answers = run_ranks(stages, _pipelines, stages, runs)
         for rank, (begun, resumed) in enumerate(answers):
-            assert begun["losses"] == pytest.approx(first["losses"], rel=3e-5), (stages, rank)
-            assert begun["metrics"] == pytest.approx(first["metrics"], rel=1e-4), (stages, rank)
-            assert resumed["losses"] == pytest.approx(second["losses"], rel=3e-5), (stages, rank)
-            assert resumed["metrics"] == pytest.approx(second["metrics"], rel=1e-4), (stages, rank)
+            assert begun["losses"] == pytest.approx(first["losses"], rel=1e-8), (stages, rank)
+            assert begun["metrics"] == pytest.approx(first["metrics"], rel=1e-6), (stages, rank)
+            assert resumed["losses"] == pytest.approx(second["losses"], rel=1e-8), (stages, rank)
+            assert resumed["metrics"] == pytest.approx(second["metrics"], rel=1e-6), (stages, rank)
             assert 0 < len(begun["own"]) < len(second["own"]), "no rank holds the whole model"
         assert set.union(*(begun["own"] for begun, _ in answers)) == second["own"]
         assert any(begun["empty_buffers"] for begun, _ in answers), "buffers are where they are used"
-        assert_same_state(answers[0][1]["state"], second["state"], f"{stages} stages", 6e-5)
+        assert_same_state(answers[0][1]["state"], second["state"], f"{stages} stages")
 
 
 class Wide(Base):

@@ -90,7 +90,7 @@ def _fit(place: str, stages: int, wandb: bool, accumulate: int = 1, **more: Any)
 def finished_run(folder: Path) -> list[Any]:
     """All records of the offline run in a folder. Its service writes the last of them shortly after `finish`."""
     (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    for _ in range(200):
+    for _ in range(1200):
         found = list(records_of(path))
         if any(record.WhichOneof("record_type") == "exit" for record in found):
             return found

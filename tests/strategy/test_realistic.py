@@ -14,6 +14,8 @@ from watching import MicrobatchesByHand, assert_same_run, assert_same_state, run
 from pipepart import PipelineStrategy, Plan
 
 MICROBATCHES = 3
+SIX = ("gpt", "resnet", "many_losses", "frozen")
+"""On six processes: tied weights, batch statistics, several losses, parts without gradients. All others are on 2 x 2."""
 
 
 def _pipelines(names: list[str], stages: int, devices: int, plans: dict[str, Plan] | None = None) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def _pipelines(names: list[str], stages: int, devices: int, plans: dict[str, Pla
 @cache
 def _one_replica(stages: int) -> list[dict[str, Any]]:
     """Every module on so many stages, each with a plan of its own."""
-    return run_ranks(stages, _pipelines, list(MODULES), stages, stages, timeout=170)
+    return run_ranks(stages, _pipelines, list(MODULES), stages, stages, timeout=360)
 
 
 _references: dict[str, Any] = {}
@@ -53,25 +55,33 @@ def _check(name: str, answers: list[dict[str, Any]]) -> None:
         where = f"{name} on rank {rank}"
         assert_same_run(answer[name], expected, where)
         if expected["epoch_values"] is not None:
-            assert answer[name]["epoch_values"] == pytest.approx(expected["epoch_values"], rel=1e-5), where
+            assert answer[name]["epoch_values"] == pytest.approx(expected["epoch_values"], rel=1e-6), where
     written = answers[0][name]["logged"]
     assert [(step, list(line)) for step, line in written] == [
         (step, list(line)) for step, line in expected["logged"]
     ], name
     for (_, line), (_, wanted) in zip(written, expected["logged"]):
-        assert line == pytest.approx(wanted, rel=1e-4, abs=1e-6), name
+        assert line == pytest.approx(wanted, rel=1e-6, abs=1e-6), name
     assert_same_state(answers[0][name]["state"], expected["state"], name)
 
 
-@pytest.mark.parametrize(("stages", "devices"), [(2, 2), (3, 3), (2, 4), (3, 6)])
+@pytest.mark.parametrize(
+    ("stages", "devices"),
+    [
+        pytest.param(stages, devices, marks=pytest.mark.xdist_group(f"realistic on {stages} stages"))
+        for stages, devices in [(2, 2), (3, 3), (2, 4), (3, 6)]
+    ],
+)
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_equal_to_one_device(stages: int, devices: int) -> None:
     """Replicas take the plans of one of them: its stages are the same, and it is measured once."""
     answers, replicas = _one_replica(stages), devices // stages
+    names = list(MODULES) if devices < 6 else list(SIX)
     if replicas > 1:
-        plans = {name: dataclasses.replace(answers[0][name]["plan"], replicas=replicas) for name in MODULES}
-        answers = run_ranks(devices, _pipelines, list(MODULES), stages, devices, plans, timeout=170)
-    for name in MODULES:
+        plans = {name: dataclasses.replace(answers[0][name]["plan"], replicas=replicas) for name in names}
+        answers = run_ranks(devices, _pipelines, names, stages, devices, plans, timeout=360)
+    for name in names:
         assert answers[0][name]["plan"].replicas == replicas, name
         _check(name, answers)
 

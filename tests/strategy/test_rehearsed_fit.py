@@ -57,6 +57,7 @@ def _fit(worth: int, batches: int, plan: Plan | None = None, **trainer_options: 
         pipeline_strategy._WORTH_A_REHEARSAL = usual
 
 
+@pytest.mark.slow
 def test_a_run_trains_as_if_it_had_not_been_rehearsed() -> None:
     with_one = run_ranks(2, _fit, 1, 6, max_epochs=2)
     without = run_ranks(2, _fit, 1000, 6, max_epochs=2)

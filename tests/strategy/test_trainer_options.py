@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from watching import QUIET, assert_same_run, assert_same_state, run_fit
 
 from pipepart import PipelineStrategy
+from pipepart.errors import ForeignTensorError
 
 LIMITS: dict[str, dict[str, Any]] = {
     "fast_dev_run": {"fast_dev_run": 2},
@@ -62,16 +64,17 @@ def _limits(names: list[str], strategy: str, devices: int) -> dict[str, Any]:
     return found
 
 
-def _check(answers: list[dict[str, Any]], expected: dict[str, Any], relative: float = 2e-5) -> None:
+def _check(answers: list[dict[str, Any]], expected: dict[str, Any], relative: float = 1e-8) -> None:
     for name, wanted in expected.items():
         for rank, answer in enumerate(answers):
             assert_same_run(answer[name], wanted, f"{name} on rank {rank}", relative)
-        assert_same_state(answers[0][name]["state"], wanted["state"], name, 2 * relative)
+        assert_same_state(answers[0][name]["state"], wanted["state"], name, 10 * relative)
 
 
 QUICK = ["limit_batches", "val_check_interval", "accumulate", "clip_value"]
 
 
+@pytest.mark.slow
 def test_limits_and_clipping() -> None:
     _check(run_ranks(2, _limits, QUICK, "pipeline", 2), _limits(QUICK, "plain", 1))
 
@@ -84,7 +87,7 @@ def test_all_other_options() -> None:
     _check(answers, expected)
     assert expected["max_time"]["step"] < 3
     for name in ("tqdm", "rich"):
-        assert answers[0][name]["bar"] == pytest.approx(expected[name]["bar"], rel=1e-4), name
+        assert answers[0][name]["bar"] == pytest.approx(expected[name]["bar"], rel=1e-6), name
         assert "loss_epoch" in expected[name]["bar"]
     assert all(answer["pytorch_profiler"]["profiled"] for answer in answers)
 
@@ -163,8 +166,8 @@ def test_optimizers_equal_one_device(tmp_path) -> None:
         for index, state in wanted["state"].items():
             assert set(got["state"][index]) == set(state), name
             for key, value in state.items():
-                other = torch.as_tensor(got["state"][index][key]).float()
-                assert torch.allclose(other, torch.as_tensor(value).float(), rtol=1e-4, atol=1e-6), (
+                other = torch.as_tensor(got["state"][index][key]).double()
+                assert torch.allclose(other, torch.as_tensor(value).double(), rtol=1e-7, atol=1e-9), (
                     f"{name} {index} {key}"
                 )
 
@@ -194,10 +197,11 @@ def _half(precision: str, pipeline: bool, devices: int) -> dict[str, Any]:
     if precision == "16-mixed":
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))]
         torch.manual_seed(3)
-        module, train, val = Overflow(), *build("warm_up")[1:]
+        module, train, val = Overflow(), *build("warm_up", dtype=torch.float32)[1:]
     else:
         options["precision"] = precision
-        module, train, val = build("autoencoder" if precision != "16-true" else "boring")  # squares of Adam underflow
+        name = "autoencoder" if precision != "16-true" else "boring"  # squares of Adam underflow
+        module, train, val = build(name, dtype=torch.float32)
     chosen = PipelineStrategy(stages=2, microbatches=2) if pipeline else "auto"
     found = run_fit(module, train, val if precision != "16-mixed" else None, chosen, devices, **options)
     scaler = getattr(module.trainer.precision_plugin, "scaler", None)
@@ -261,9 +265,9 @@ def test_callbacks(tmp_path) -> None:
         assert_same_run(answer, expected, f"rank {rank}")
         path, score, paths, last = expected["best"]
         names = [p.replace("/one/", "/two/") for p in (path, *paths, last)]
-        assert answer["best"] == (names[0], pytest.approx(score, rel=1e-4), names[1:-1], names[-1])
+        assert answer["best"] == (names[0], pytest.approx(score, rel=1e-6), names[1:-1], names[-1])
         assert answer["stopped"] == expected["stopped"]
-        assert answer["tested"] == [pytest.approx(expected["tested"][0], rel=1e-4)]
+        assert answer["tested"] == [pytest.approx(expected["tested"][0], rel=1e-6)]
         assert answer["parameters"] == expected["parameters"]
 
 
@@ -315,36 +319,43 @@ def test_lr_find(tmp_path, monkeypatch) -> None:
     results, suggestion = _learning_rate(False, 1)
     for got, best in run_ranks(2, _learning_rate, True, 2):
         assert got["lr"] == results["lr"]
-        assert got["loss"] == pytest.approx(results["loss"], rel=1e-4)
+        assert got["loss"] == pytest.approx(results["loss"], rel=1e-6)
         assert best == suggestion
 
 
 class Norms(cb.Callback):
-    def __init__(self) -> None:
+    def __init__(self, pipeline: bool) -> None:
         self.seen: list[dict[str, float]] = []
+        self.pipeline = pipeline
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.seen.append({key: float(value) for key, value in L.pytorch.utilities.grad_norm(module, 2).items()})
+        whole = contextlib.nullcontext()
+        if self.pipeline:
+            with pytest.raises(ForeignTensorError, match="takes the norm of the gradients it finds"):
+                L.pytorch.utilities.grad_norm(module, 2)
+            whole = trainer.strategy.whole_parameters(gradients=True)
+        with whole:
+            self.seen.append({key: float(value) for key, value in L.pytorch.utilities.grad_norm(module, 2).items()})
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.01)
 
 
-def _norms(pipeline: bool, devices: int) -> list[dict[str, float]]:
-    module, train, _ = build("many_losses")
-    norms = Norms()
-    chosen = PipelineStrategy(stages=2, microbatches=3) if pipeline else "auto"
-    run_fit(module, train, None, chosen, devices, callbacks=[norms], max_epochs=1)
-    return norms.seen
+def _norms(pipeline: bool, devices: int) -> Any:
+    module, train, _ = build("warm_up")
+    norms = Norms(pipeline)
+    chosen = PipelineStrategy(stages=2, microbatches=3, split_at=["decoder"]) if pipeline else "auto"
+    found = run_fit(module, train, None, chosen, devices, callbacks=[norms], max_epochs=1)
+    return norms.seen, found["state"]
 
 
 @pytest.mark.slow
-def test_grad_norm_in_a_hook_is_that_of_the_stage() -> None:
-    total = "grad_2.0_norm_total"
-    for expected, *parts in zip(_norms(False, 1), *run_ranks(2, _norms, True, 2)):
-        assert {key for part in parts for key in part} == set(expected)
-        assert sum(part.get(total, 0.0) ** 2 for part in parts) ** 0.5 == pytest.approx(expected[total], rel=1e-4)
-        for part in parts:
-            assert {key: part[key] for key in part if key != total} == pytest.approx(
-                {key: expected[key] for key in part if key != total}, rel=1e-3, abs=1e-6
-            )
+def test_norms_in_a_hook_are_refused_or_those_of_the_model() -> None:
+    expected, state = _norms(False, 1)
+    answers = run_ranks(2, _norms, True, 2)
+    for got, _ in answers:
+        assert len(got) == len(expected) > 1
+        for one, other in zip(got, expected):
+            assert one == pytest.approx(other, rel=1e-8, abs=1e-12)
+    assert_same_state(answers[0][1], state, "clipped by hand")
 
 
 # ---- validate, test and predict without fit
@@ -374,7 +385,7 @@ def _close(got: Any, wanted: Any) -> None:
     right, other = torch.utils._pytree.tree_flatten(wanted)
     assert tree == other
     for a, b in zip(left, right):
-        assert torch.allclose(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-4, atol=1e-6)
+        assert torch.allclose(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -420,7 +431,7 @@ def _again() -> list[float]:
     trainer.strategy.make_whole()
     assert not any(p.is_meta for p in module.parameters())
     with torch.no_grad():
-        batch = next(iter(DataLoader(Rows(type(module).sample, 12, 5), batch_size=12)))
+        batch = next(iter(DataLoader(Rows(type(module).sample, 12, 5, torch.float64), batch_size=12)))
         losses.append(float(module.loss(module.layer(batch))))
     return losses
 
@@ -430,4 +441,4 @@ def test_module_is_whole_again_for_the_next_trainer() -> None:
     answers = run_ranks(2, _again)
     assert answers[0] == answers[1]
     assert answers[0][1] < answers[0][0]
-    assert answers[0][2] == pytest.approx(answers[0][1], rel=1e-4)
+    assert answers[0][2] == pytest.approx(answers[0][1], rel=1e-6)
