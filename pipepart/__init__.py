@@ -11,6 +11,8 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from pipepart.machine import limit_instructions
+
 if TYPE_CHECKING:
     from pipepart.cost.cluster import Cluster, load_cluster
     from pipepart.graph import Captured, OpGraph, capture
@@ -83,6 +85,7 @@ class _Register(MetaPathFinder):
         return spec
 
 
+limit_instructions()  # before torch chooses its instructions; costs nothing unless the CPU announces AMX
 sys.modules[__name__].__class__ = _Surface
 if "lightning.pytorch" in sys.modules:
     import_module("pipepart.strategy")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 __all__ = [
     "CaptureError",
     "ConfigError",
+    "ForeignTensorError",
     "PartitionError",
     "PipelineError",
     "PipepartError",
@@ -39,6 +40,10 @@ class PlanError(PipepartError):
 
 class PipelineError(PipepartError):
     """Something failed while the pipeline was running."""
+
+
+class ForeignTensorError(PipelineError):
+    """The values of a tensor were used on a rank that does not hold them."""
 
 
 class ConfigError(PipepartError):

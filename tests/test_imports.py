@@ -9,7 +9,9 @@ import pipepart
 
 ORDER = [
     "errors",
+    "machine",
     "capture",
+    "samples",
     "graph",
     "cost",
     "partition",

@@ -25,7 +25,7 @@ def test_version_is_the_one_of_the_package() -> None:
 
 
 def test_capture_and_plan_without_processes() -> None:
-    model = MLP()
+    model = MLP().double()
     captured = pipepart.capture(model, MLP.batch(8))
     assert torch.allclose(captured.module(*(batch := MLP.batch(5))), model(*batch))
     plan = pipepart.plan(model, MLP.batch(32), cluster="a100_80", devices=4, stages=2, replicas=2, cost="analytic")

@@ -68,6 +68,7 @@ def findings(try_processes: bool = True) -> Iterator[Finding]:
     yield from _packages()
     yield _configuration()
     yield from _devices()
+    yield _products()
     yield from _backends()
     yield _ports()
     yield _host()
@@ -145,6 +146,25 @@ def _devices() -> Iterator[Finding]:
         yield Finding("gpus", "ok", "none; stages run on cores")
 
 
+def _products() -> Finding:
+    """Whether bfloat16 and float16 products work, and under which limit."""
+    from pipepart.machine import products
+
+    found = products()
+    if found is None:
+        return Finding("16-bit products", "ok", "nothing to limit on this CPU")
+    limit = " ".join(f"{name}={value}" for name, value in found.limit.items())
+    failing = [name for name in ("bfloat16", "float16") if name not in found.works]
+    if failing:
+        todo = "use float32 (trainer.precision=32-true)"
+        return Finding("16-bit products", "note", f"{' and '.join(failing)} end the process on this CPU", todo)
+    if not limit:
+        return Finding("16-bit products", "ok", "work with all instructions of this CPU (tried)")
+    todo = f"pipepart sets this by itself; set {limit} in scripts that compute before they import pipepart"
+    text = f"work with {limit}: the CPU announces AMX, and this machine does not allow it"
+    return Finding("16-bit products", "note", text, todo)
+
+
 def _backends() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
@@ -216,7 +236,7 @@ def _folder(subject: str, folder: Path, todo: str) -> Finding:
 
 
 def _cache() -> Finding:
-    from pipepart.cost.cache import cache_folder
+    from pipepart.machine import cache_folder
 
     found = _folder("cache", cache_folder(), "set PIPEPART_CACHE to a folder where you may write")
     return Finding("cache", "note", found.text, found.todo) if found.state == "fail" else found

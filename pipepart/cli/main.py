@@ -15,6 +15,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "train": "train a recipe on a pipeline of processes",
     "plan": "plan a recipe, or any module, for this machine or a cluster that need not exist; starts nothing",
+    "verify": "hold a pipeline against one process on the whole batch: loss, logs, gradients; trains nothing",
     "view": "make the HTML page of a plan, a trace or a run folder",
     "bench": "time a recipe at several shapes and schedules, side by side",
     "recipes": "list the recipes",
@@ -151,6 +152,23 @@ def _plan(words: list[str]) -> int:
     return plan(given.overrides, given.config_dir, given.json, given.output)
 
 
+def _verify(words: list[str]) -> int:
+    parser = _configured(
+        "verify",
+        "  pipepart verify recipe=gpt strategy.stages=2\n"
+        "  pipepart verify my_package.models:make_model strategy.stages=2 strategy.microbatches=4\n\n"
+        "module:callable names a function without arguments that returns (module, example arguments).",
+    )
+    given = parser.parse_intermixed_args(words)
+    if given.cfg:
+        from pipepart.cli.train import show_config
+
+        return show_config(given.overrides, given.config_dir)
+    from pipepart.cli.verify import verify
+
+    return verify(given.overrides, given.config_dir)
+
+
 def _view(words: list[str]) -> int:
     parser = _parser(
         "view",
@@ -212,7 +230,15 @@ def _doctor(words: list[str]) -> int:
     return doctor(try_processes=not given.quick)
 
 
-_RUN = {"train": _train, "plan": _plan, "view": _view, "bench": _bench, "recipes": _recipes, "doctor": _doctor}
+_RUN = {
+    "train": _train,
+    "plan": _plan,
+    "verify": _verify,
+    "view": _view,
+    "bench": _bench,
+    "recipes": _recipes,
+    "doctor": _doctor,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

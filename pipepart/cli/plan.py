@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from pipepart.capture import Recording, record, record_step
+from pipepart.capture.batching import check_batch_dim
 from pipepart.cli.config import checked, compose_config
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.cli.train import resolve_devices
@@ -22,9 +22,8 @@ from pipepart.errors import ConfigError
 from pipepart.planning import Plan, check_request
 from pipepart.planning import plan as plan_for
 from pipepart.runtime import Mesh, Options, example_microbatch, fit_mesh
-from pipepart.runtime.microbatch import batch_size_of
 
-__all__ = ["plan"]
+__all__ = ["made_by", "plan"]
 
 _DTYPES = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
 _ASKED = (
@@ -72,7 +71,10 @@ def _plan_for(config: dict[str, Any], cluster: Cluster | None, named: str | None
     """The plan, and what there is to say of the recorded step."""
     strategy, devices = config["strategy"], _devices(config, cluster)
     mesh = fit_mesh(devices, strategy["stages"], strategy["replicas"])  # also refuses what cannot be
-    options = Options(mesh.stages, mesh.replicas, strategy["microbatches"], strategy["schedule"])
+    check_batch_dim(strategy["batch_dim"])
+    options = Options(
+        mesh.stages, mesh.replicas, strategy["microbatches"], strategy["schedule"], batch_dim=strategy["batch_dim"]
+    )
     step = _recipe_step(config, options, mesh) if named is None else _callable(named, options, mesh)
     precision = str(config["trainer"]["precision"])
     found = plan_for(
@@ -111,15 +113,15 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
     batch = next(iter(data.train_dataloader()), None)
     if batch is None:
         raise ConfigError("data: the training loader gives no batch; planning needs one to know the shapes")
-    example, _ = example_microbatch(batch, options, mesh)
+    found = example_microbatch(batch, options, mesh, module)
     module.train()
-    with watched(module, "training_step") as finish:  # as the strategy records it: the plan is for its runs
-        recording = record_step(module, "training_step", example)
+    with watched(module, "training_step", found.batching) as finish:  # as the strategy records it for its runs
+        recording = record_step(module, "training_step", found.batch, batching=found.batching, others=found.others)
     finish(recording)
-    return _Step(recording, (example,), {}, batch_size_of(tree_leaves(batch)))
+    return _Step(recording, (found.batch,), {}, found.sizes.batch_size)
 
 
-def _callable(name: str, options: Options, mesh: Mesh) -> _Step:
+def made_by(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     """What the user has named on the command line: called, it gives the module and the arguments of one batch."""
     path, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -132,7 +134,13 @@ def _callable(name: str, options: Options, mesh: Mesh) -> _Step:
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ConfigError(f"{name} returned {type(made).__name__}; expected (module, tuple of example arguments)")
     module, arguments = made
-    given = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
-    (example, keywords), _ = example_microbatch((given, {}), options, mesh)
+    return module, tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
+
+
+def _callable(name: str, options: Options, mesh: Mesh) -> _Step:
+    module, given = made_by(name)
+    found = example_microbatch((given, {}), options, mesh, module, call=True)
+    example, keywords = found.batch
     module.train()
-    return _Step(record(module, example, keywords), example, keywords, batch_size_of(tree_leaves(given)))
+    recording = record(module, example, keywords, batching=found.batching, others=found.others)
+    return _Step(recording, example, keywords, found.sizes.batch_size)

@@ -75,8 +75,12 @@ def _first_host(names: str) -> str:
     return first
 
 
-def start_ranks(config: dict[str, Any], folder: Path) -> None:
-    """Start one process per device here, wait for all; raises the first cause if one fails."""
+def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) -> None:
+    """Start one process per device here, wait for all; raises the first cause if one fails.
+
+    `named`: a `module:callable` of the command line to verify, instead of training a recipe. It is no part of the
+    configuration, which must not be able to name what is run.
+    """
     from torch.distributed.elastic.multiprocessing import SignalException, Std
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -105,7 +109,7 @@ def start_ranks(config: dict[str, Any], folder: Path) -> None:
         logs_specs=DefaultLogsSpecs(str(logs), redirects=dict.fromkeys(range(1, count), Std.ALL)),
     )
     try:
-        elastic_launch(launch, run_as_rank)(json.dumps(config), str(folder))
+        elastic_launch(launch, run_as_rank)(json.dumps(config), str(folder), named)
     except ChildFailedError as error:
         raise PipelineError(_first_cause(error, logs)) from None
     except (SignalException, KeyboardInterrupt) as error:
@@ -127,11 +131,16 @@ def _threads(processes: int) -> int:
     return max(1, cores // processes)
 
 
-def run_as_rank(config_text: str, folder: str) -> None:
+def run_as_rank(config_text: str, folder: str, named: str | None = None) -> None:
     """One rank: everything else follows from the configuration that the parent composed."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
     try:
+        if named is not None:
+            from pipepart.cli.verify import verify_here
+
+            verify_here(json.loads(config_text), named)
+            return
         from pipepart.cli.fit import fit
 
         fit(json.loads(config_text), Path(folder))

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["PATIENCE", "SHORT", "end", "gone", "start", "train_trouble", "trouble_folder"]
+__all__ = ["PATIENCE", "SHORT", "end", "gone", "path_with", "start", "train_trouble", "trouble_folder"]
 
-PATIENCE = 150  # seconds; a busy machine takes long to import
+PATIENCE = 360  # seconds; a busy machine takes long to import
 SHORT = ["logger=csv", "trainer.max_steps=6", "trainer.limit_val_batches=1", "trainer.val_check_interval=3"]
 
 RECIPE = """
@@ -26,7 +26,7 @@ model:
   _target_: trouble.Trouble
 """
 MODULE = """
-import os, pathlib
+import os, pathlib, time
 from recipes.mlp import MLPModule
 
 class Trouble(MLPModule):
@@ -37,6 +37,8 @@ class Trouble(MLPModule):
         when = ("raise", self.trainer.strategy.plan.schedule)
         if batch_idx == 3 and self.global_rank == 1 and os.environ["TROUBLE"] in when:
             raise ValueError("boom on purpose")
+        if os.environ["TROUBLE"] == "none":
+            time.sleep(0.05)  # it goes on until it is ended, beside other tests
 """
 
 
@@ -75,10 +77,15 @@ def left(session: int) -> list[str]:
 
 
 def gone(session: int) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while left(session) and time.monotonic() < deadline:
         time.sleep(0.2)
     return not left(session)
+
+
+def path_with(folder: Path) -> str:
+    """PYTHONPATH with a folder in front of what it has."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
 def trouble_folder(folder: Path) -> Path:
@@ -91,4 +98,4 @@ def trouble_folder(folder: Path) -> Path:
 
 def train_trouble(folder: Path, what: str, steps: int) -> subprocess.Popen[str]:
     words = ["train", "--config-dir", "conf", "recipe=trouble", "logger=none", f"trainer.max_steps={steps}"]
-    return start(words, folder, TROUBLE=what, PYTHONPATH=str(folder))
+    return start(words, folder, TROUBLE=what, PYTHONPATH=path_with(folder))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cli_programs import SHORT, end, start, trouble_folder
+from cli_programs import SHORT, end, path_with, start, trouble_folder
+from support.ports import free_port
 
 from pipepart.cli.config import compose_config
 from pipepart.cli.main import main
@@ -70,12 +70,6 @@ def test_slurm_gets_one_task_per_rank(capsys: pytest.CaptureFixture[str]) -> Non
     assert "give devices=N" in capsys.readouterr().err
 
 
-def _free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def _both(processes: list[subprocess.Popen[str]]) -> str:
     said = [end(process) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
@@ -83,11 +77,11 @@ def _both(processes: list[subprocess.Popen[str]]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(420)
 def test_srun_starts_ranks_that_find_each_other(tmp_path: Path) -> None:
     """One node with two tasks, as `srun --ntasks 2 pipepart train` starts them."""
     job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "127.0.0.1"}
-    job["MASTER_PORT"] = _free_port()
+    job["MASTER_PORT"] = str(free_port())
     words = ["train", "recipe=mlp", *SHORT]
     said = _both([start(words, tmp_path, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)])
     (run,) = tmp_path.glob("outputs/*/*/result.json")  # one folder, though each has its own clock
@@ -97,10 +91,10 @@ def test_srun_starts_ranks_that_find_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(420)
 def test_torchrun_on_two_machines(tmp_path: Path) -> None:
     """As in the README: `torchrun --nnodes 2 --node-rank N --master-addr HOST` on both (here one host, one rank each)."""
-    where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", _free_port()]
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     words = ["-m", "pipepart.cli", "train", "recipe=mlp", *SHORT, "output=runs/one"]
     _both(
         [
@@ -117,13 +111,13 @@ def test_torchrun_on_two_machines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_submitit_runs_every_job_on_its_own_tasks(tmp_path: Path) -> None:
     """What launcher=slurm does, with processes of this host: two jobs of two tasks; one fails, the other one does not."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words = ["train", "-m", "--config-dir", "conf", "recipe=trouble", "launcher=submitit_local", "devices=2", *SHORT]
     folder = trouble_folder(tmp_path)
-    process = start([*words, "strategy.schedule=gpipe,1f1b"], folder, TROUBLE="gpipe", PYTHONPATH=str(folder))
+    process = start([*words, "strategy.schedule=gpipe,1f1b"], folder, TROUBLE="gpipe", PYTHONPATH=path_with(folder))
     said = end(process)
     assert process.returncode == 1, said
     rows = list(csv.DictReader(next(folder.glob("outputs/sweeps/*/*/summary.csv")).open()))

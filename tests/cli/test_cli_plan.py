@@ -44,7 +44,7 @@ def test_a_recipe_for_this_machine(capsys, tmp_path: Path) -> None:
     assert main(["view", "out", "--text"]) == 0
     shown = capsys.readouterr().out
     assert "predicted" in shown
-    assert "stage  2  " in shown
+    assert "stage  2 " in shown  # a stage may hold several chunks, by what was measured
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]
     words = ["--compare", "out/plan.json", "--svg", "plan.svg", "--perfetto", "trace.json", "--title", "three"]
     assert main(["view", "out", "-o", "page.html", *words]) == 0

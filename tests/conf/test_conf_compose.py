@@ -16,9 +16,14 @@ from pipepart.strategy import PipelineStrategy
 NEEDS_MORE = {("data", "tokens"): ["data.path=tokens.bin"], ("launcher", "nodes"): ["launcher.address=host:1234"]}
 NEEDS_EXTRA = {("launcher", "slurm"), ("launcher", "submitit_local")}
 OPTIONS = [(group, option) for group in groups() if group != "cluster" for option in group_options(group)]
+FIRST = {min(pair for pair in OPTIONS if pair[0] == group) for group, _ in OPTIONS}
+"""Of each group the first option: the quick ones."""
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [pytest.param(*pair, marks=[] if pair in FIRST else [pytest.mark.slow]) for pair in OPTIONS],
+)
 def test_every_option_composes(group: str, option: str) -> None:
     if (group, option) in NEEDS_EXTRA:
         pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
@@ -38,10 +43,11 @@ def _recipe_with(group: str, option: str) -> str:
     raise AssertionError(f"{group}/{option}.yaml is used by no recipe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", group_options("recipe"))
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=[] if name == "hybrid" else [pytest.mark.slow]) for name in group_options("strategy")],
+    group_options("strategy"),
 )
 def test_every_recipe_resolves_for_every_strategy(recipe: str, strategy: str) -> None:
     config = checked(compose_config([f"recipe={recipe}", f"strategy={strategy}"]))

@@ -18,7 +18,7 @@ def test_unknown_schedule_suggests_the_nearest() -> None:
     with pytest.raises(ScheduleError, match=r"'1f1' is not known: did you mean '1f1b'\?"):
         PipelineStrategy(stages=2, schedule="1f1")
     with pytest.raises(ScheduleError, match="did you mean 'gpipe'"):
-        Pipeline(MLP(), MLP.batch(8), schedule="g-pipe")
+        Pipeline(MLP().double(), MLP.batch(8), schedule="g-pipe")
 
 
 @pytest.mark.parametrize("stages", [0, -1, 2.5, "two", True])
@@ -51,12 +51,12 @@ def test_batch_smaller_than_the_microbatches() -> None:
     with pytest.raises(
         PlanError, match=r"a batch of 3 sample\(s\) cannot be cut into 4 micro-batches.*microbatches=3 or less"
     ):
-        Pipeline(MLP(), MLP.batch(3), microbatches=4)
+        Pipeline(MLP().double(), MLP.batch(3), microbatches=4)
 
 
 def test_example_without_a_batch_dimension() -> None:
     with pytest.raises(PlanError, match="no tensor with a batch dimension"):
-        Pipeline(MLP(), (torch.tensor(1.0), torch.tensor(2.0)))
+        Pipeline(MLP().double(), (torch.tensor(1.0), torch.tensor(2.0)))
 
 
 def test_a_function_is_no_module() -> None:
@@ -114,12 +114,12 @@ def test_plan_files(tmp_path) -> None:
 
 
 def test_plan_of_another_model_or_shape(tmp_path) -> None:
-    pipe = Pipeline(MLP(), MLP.batch(8), microbatches=2)
+    pipe = Pipeline(MLP().double(), MLP.batch(8), microbatches=2)
     pipe.plan.save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     assert plan == pipe.plan
     assert plan.hash == pipe.plan.hash
-    again = Pipeline(MLP(), MLP.batch(8), plan=plan)
+    again = Pipeline(MLP().double(), MLP.batch(8), plan=plan)
     assert again.plan.microbatches == 2
     with pytest.raises(PlanError, match="the plan is for another model"):
-        Pipeline(MLP(depth=5), MLP.batch(8), plan=plan)
+        Pipeline(MLP(depth=5).double(), MLP.batch(8), plan=plan)

@@ -14,8 +14,8 @@ from tools.bench.faults.repeat import once
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault("forward", "stop", 1, 2, "shared_memory", limit=3.0),
-        Fault("backward", "stop", 2, 4, "group", limit=3.0),
+        Fault("forward", "stop", 1, 2, "shared_memory", limit=8.0),
+        Fault("backward", "stop", 2, 4, "group", limit=8.0),
         Fault("backward", "kill", 1, 4, "shared_memory", limit=60.0),
         Fault("communication", "kill", 0, 2, "group", limit=60.0),
         Fault("communication", "raise", 3, 4, "shared_memory", limit=60.0),

@@ -75,7 +75,7 @@ class Opened:
             "request", lambda r: self.complaints.append(f"request: {r.url}") if not r.url.startswith("file:") else None
         )
         self.page.goto(path.as_uri())
-        self.page.wait_for_selector("html[data-ready]", timeout=30_000)
+        self.page.wait_for_selector("html[data-ready]", timeout=120_000)
         self.page.evaluate("pipepart.openWhatIf()")
         self.page.wait_for_selector("#whatif-table")
 

@@ -63,7 +63,7 @@ def random_graph(number: int) -> Any:
     return small_graph(modules, edges)
 
 
-@pytest.mark.parametrize("mode", ["module", "stage"])
+@pytest.mark.parametrize("mode", ["module", pytest.param("stage", marks=pytest.mark.slow)])
 def test_every_op_is_there_once_and_no_box_covers_another(mode):
     graphs = [random_graph(number) for number in range(60)] + [gpt_graph(3), gpt_graph(150)]
     for graph, answer in zip(graphs, ask(graphs, mode), strict=True):

@@ -1,4 +1,7 @@
-"""Small models of the kinds that bite: tied weights, skips, batch statistics. Each forward returns its loss."""
+"""Small models of the kinds that bite: tied weights, skips, batch statistics. Each forward returns its loss.
+
+They are built and fed in float64: two runs then differ by so little that tolerances do not depend on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class MLP(nn.Module):
 
     @staticmethod
     def batch(size: int) -> tuple[torch.Tensor, ...]:
-        return torch.randn(size, 8), torch.randint(0, 3, (size,))
+        return torch.randn(size, 8, dtype=torch.float64), torch.randint(0, 3, (size,))
 
 
 class Block(nn.Module):
@@ -92,16 +95,16 @@ class UNet(nn.Module):
 
     @staticmethod
     def batch(size: int) -> tuple[torch.Tensor, ...]:
-        return torch.randn(size, 3, 8, 8), torch.rand(size, 1, 8, 8).round()
+        return torch.randn(size, 3, 8, 8, dtype=torch.float64), torch.rand(size, 1, 8, 8, dtype=torch.float64).round()
 
 
 MODELS: dict[str, type[nn.Module]] = {"mlp": MLP, "gpt": GPT, "unet": UNet}
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
-    """The model of that name, with the same weights in every process."""
+    """The model of that name in float64, with the same weights in every process."""
     torch.manual_seed(seed)
-    return MODELS[name]()
+    return MODELS[name]().double()
 
 
 class ResNet(nn.Module):
@@ -122,7 +125,7 @@ class ResNet(nn.Module):
 
     @staticmethod
     def batch(size: int) -> tuple[torch.Tensor, ...]:
-        return torch.randn(size, 3, 6, 6), torch.randint(0, 3, (size,))
+        return torch.randn(size, 3, 6, 6, dtype=torch.float64), torch.randint(0, 3, (size,))
 
 
 class Mixed(nn.Module):
@@ -145,7 +148,7 @@ class Mixed(nn.Module):
 
     @staticmethod
     def batch(size: int) -> tuple[torch.Tensor, ...]:
-        return torch.randn(size, 8), torch.randint(0, 3, (size,))
+        return torch.randn(size, 8, dtype=torch.float64), torch.randint(0, 3, (size,))
 
 
 class HalfFrozen(GPT):
@@ -172,7 +175,7 @@ class Dropping(nn.Module):
 
     @staticmethod
     def batch(size: int) -> tuple[torch.Tensor, ...]:
-        return torch.randn(size, 8), torch.randn(size, 8)
+        return torch.randn(size, 8, dtype=torch.float64), torch.randn(size, 8, dtype=torch.float64)
 
 
 MODELS |= {"resnet": ResNet, "mixed": Mixed, "frozen": HalfFrozen, "dropping": Dropping}

@@ -1,8 +1,8 @@
 """Run a function on several real processes, with a time limit, and leave none behind.
 
 Starting processes that import torch and lightning takes seconds, so there is one pool per world size for the whole
-test session. Each case gets process groups of its own. A case that fails or takes too long costs the pool, which is
-killed and started again: nothing of it can reach the next case.
+test session, or for each worker where tests run side by side. Each case gets process groups of its own. A case that
+fails or takes too long costs the pool, which is killed and started again: nothing of it can reach the next case.
 """
 
 from __future__ import annotations
@@ -40,6 +40,19 @@ class _Pool:
             theirs.close()
             self.processes.append(process)
             self.connections.append(ours)
+        self._await_start()
+
+    def _await_start(self) -> None:
+        """The time limit of a case counts from here: importing the libraries may take a minute on a busy machine."""
+        for rank, connection in enumerate(self.connections):
+            try:
+                if connection.poll(_START):
+                    connection.recv()
+                    continue
+            except (EOFError, ConnectionError):
+                pass
+            self.kill()
+            raise RanksFailed(f"rank {rank} did not start within {_START:.0f} s, or died before it was ready")
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> list[Any]:
         with tempfile.TemporaryDirectory(prefix="pipepart-ranks-") as folder:
@@ -97,12 +110,19 @@ def _signal(pid: int | None, number: int) -> None:
 
 
 _pools: dict[int, _Pool] = {}
+"""By world size, the one that was used last at the end."""
+_START = 300.0
+"""Seconds in which the processes of a pool must be ready."""
+_MOST = 14
+"""Processes in all pools: workers that run tests side by side share the memory of the host."""
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
     """Call `function(*args, **kwargs)` on `size` ranks with torch.distributed ready (gloo); their results in order."""
-    if size not in _pools:
-        _pools[size] = _Pool(size)
+    pool = _pools.pop(size, None)
+    while pool is None and _pools and sum(_pools) + size > _MOST:
+        next(iter(_pools.values())).kill()
+    _pools[size] = pool or _Pool(size)
     return _pools[size].run(function, args, kwargs, timeout)
 
 
@@ -130,6 +150,8 @@ def _worker(connection: Connection, rank: int, size: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
+    gc.freeze()  # the libraries stay anyway; searching them after each case would take longer than many cases
+    connection.send("ready")
     while True:
         try:
             function, args, kwargs, path, timeout = connection.recv()

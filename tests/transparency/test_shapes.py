@@ -26,9 +26,12 @@ MICROBATCHES = 4
 
 
 def _ways(name: str, ranks: int) -> list[tuple[str, bool]]:
-    """Schedules with and without recomputation; on four processes each model takes every schedule in one of the two."""
+    """Schedules with and without recomputation; from three processes on each model takes every schedule in one of the two.
+
+    Of the five models, at least two take each schedule with recomputation, and at least two without.
+    """
     both = [(schedule, recompute) for schedule in SCHEDULES for recompute in (False, True)]
-    if ranks < 4:
+    if ranks < 3:
         return both
     return [way for way in both if (SCHEDULES.index(way[0]) + MODELS.index(name) + way[1]) % 2]
 
@@ -67,13 +70,13 @@ def _compare(name: str, stages: int, replicas: int, ways: list[tuple[str, bool]]
             reference = expected[key].grad
             assert (parameter.grad is None) == (reference is None), f"{schedule} {key}"
             if reference is not None:
-                assert_close(f"{schedule} recompute={recompute} {key}", parameter.grad, reference / replicas, 2e-6)
+                assert_close(f"{schedule} recompute={recompute} {key}", parameter.grad, reference / replicas)
                 compared += 1
         if replicas == 1:
             for key, buffer in plain.named_buffers():
                 if pipe._runtime.ownership.buffers[key] == pipe.stage:
                     found = dict(model.named_buffers())[key]
-                    assert_close(f"{schedule} recompute={recompute} buffer {key}", found.float(), buffer.float())
+                    assert_close(f"{schedule} recompute={recompute} buffer {key}", found, buffer)
     return compared
 
 
@@ -85,12 +88,6 @@ def test_every_schedule_on_every_shape(stages: int, replicas: int, name: str) ->
     answers = run_ranks(stages * replicas, _compare, name, stages, replicas, ways)
     trainable = sum(p.requires_grad for p in build(name).parameters())
     assert sum(answers) >= trainable * len(ways) * replicas
-
-
-@pytest.mark.parametrize("name", ["gpt", pytest.param("mixed", marks=pytest.mark.slow)])
-def test_two_by_two(name: str) -> None:
-    """The quick part of it."""
-    assert all(run_ranks(4, _compare, name, 2, 2, [("1f1b", False), ("1f1b", True)]))
 
 
 def _dropping(stages: int) -> list[dict[str, torch.Tensor]]:
@@ -133,7 +130,7 @@ def _from_file(path: str) -> list[str]:
         assert_close("loss", pipe.step(*batch), reference_step(plain, batch, sizes))
         expected = dict(plain.named_parameters())
         for key, parameter in pipe.named_parameters():
-            assert_close(key, parameter.grad, expected[key].grad, 2e-6)
+            assert_close(key, parameter.grad, expected[key].grad)
     return [str(action) for action in pipe.plan.make_schedule().actions[0]]
 
 

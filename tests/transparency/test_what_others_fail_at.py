@@ -41,21 +41,22 @@ def _compare_step(pipe, plain: nn.Module, batch: tuple, sizes: list[int]) -> Non
     assert_close("loss", loss, reference_step(plain, batch, sizes))
     expected = dict(plain.named_parameters())
     for key, parameter in pipe.named_parameters():
-        assert_close(key, parameter.grad, expected[key].grad, 2e-6)
+        assert_close(key, parameter.grad, expected[key].grad)
 
 
 def _lengths() -> None:
     torch.manual_seed(0)
-    model, plain = Language(), Language()
+    model, plain = Language().double(), Language().double()
     plain.load_state_dict(model.state_dict())
     pipe = _pipeline(model, Language.of_length(8, 12))
     for length in (12, 20, 12, 31, 7):  # longer, shorter, and the first again
         _compare_step(pipe, plain, Language.of_length(8, length), [2, 2, 2, 2])
         batch = Language.of_length(4, length + 3)
         with torch.no_grad():
-            assert_close("evaluation", pipe.evaluate(*batch), plain(*batch), 2e-6)
+            assert_close("evaluation", pipe.evaluate(*batch), plain(*batch))
 
 
+@pytest.mark.slow
 def test_other_lengths_in_training_and_evaluation() -> None:
     run_ranks(2, _lengths)
 
@@ -71,6 +72,7 @@ def _dropout_in_evaluation() -> None:
     assert pipe.module.training
 
 
+@pytest.mark.slow
 def test_no_dropout_in_evaluation() -> None:
     run_ranks(2, _dropout_in_evaluation)
 
@@ -94,23 +96,23 @@ class Speaking(nn.Module):
 
 def _speaking() -> tuple:
     torch.manual_seed(0)
-    model, plain = Speaking(), Speaking()
+    model, plain = Speaking().double(), Speaking().double()
     plain.load_state_dict(model.state_dict())
-    inputs = {"x": torch.randn(8, 8), "y": torch.randn(8, 8)}
+    inputs = {"x": torch.randn(8, 8).double(), "y": torch.randn(8, 8).double()}
     pipe = _pipeline(model, (inputs, 0.5, "in place"), stages=3)
     found = pipe.step(inputs, 0.5, "in place")
     expected = plain(inputs, 0.5, "in place")
     expected["loss"].backward()
     for key, parameter in pipe.named_parameters():
-        assert_close(key, parameter.grad, dict(plain.named_parameters())[key].grad, 2e-6)
+        assert_close(key, parameter.grad, dict(plain.named_parameters())[key].grad)
     assert_close("loss", found["loss"], expected["loss"])
     assert found["nothing"] is None
     if pipe.stage == 2:
-        assert_close("prediction", found["prediction"], expected["prediction"].detach(), 2e-6)
+        assert_close("prediction", found["prediction"], expected["prediction"].detach())
     else:
         assert found["prediction"] is None, "tensors stay on the last stage in training"
     everywhere = pipe.evaluate(inputs, 0.5, "in place")
-    assert_close("evaluated", everywhere["prediction"], expected["prediction"].detach(), 2e-6)
+    assert_close("evaluated", everywhere["prediction"], expected["prediction"].detach())
     return found["size"], list(found)
 
 
@@ -161,7 +163,7 @@ def _most_alive(schedule: str, microbatches: int) -> int:
 
 
 @pytest.mark.parametrize("microbatches", [8, pytest.param(16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_activations_are_bounded_by_stages_not_by_microbatches(schedule: str, microbatches: int) -> None:
     found = run_ranks(3, _most_alive, schedule, microbatches)
     assert found == ([3, 2, 1] if schedule == "1f1b" else [microbatches] * 3)
