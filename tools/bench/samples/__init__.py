@@ -1,0 +1,1 @@
+"""The batch check on the zoo: which models does it say mix samples, and what does it cost?"""
