@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-fast lint types format bench clean
+.PHONY: help env zoo-env train test test-fast lint types format bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -20,14 +20,32 @@ $(STAMP): pyproject.toml constraints.txt
 
 env: $(STAMP) ## make the environment in .venv
 
+# The libraries of the zoo, with the torch of the constraints. Without dependencies: theirs would bring torchvision and CUDA.
+ZOO := .venv-zoo
+
+$(ZOO)/.installed: pyproject.toml constraints.txt tools/bench/zoo/requirements.txt
+	@test -x $(ZOO)/bin/python || $(PYTHON) -m venv $(ZOO)
+	@echo "installing the libraries of the zoo into $(ZOO) (once)"
+	@$(ZOO)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(ZOO)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(ZOO)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tools/bench/zoo/requirements.txt
+	@touch $@
+
+zoo-env: $(ZOO)/.installed ## make the environment of the zoo of libraries in .venv-zoo
+
 train: $(STAMP) ## train the default recipe on 2 stages; ARGS="strategy.schedule=gpipe" changes it
 	@$(BIN)/pipepart train $(ARGS)
 
+# Side by side: tests wait for processes about as much as they compute. ARGS="-n 0" runs them one after the other.
+TOGETHER := -n auto --dist loadscope
+# The tests start many processes; all of them would compile the package and the tests again without bytecode.
+test test-fast: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(STAMP) ## run the whole test suite
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(TOGETHER) $(ARGS)
 
 test-fast: $(STAMP) ## run the quick tests only
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow" $(ARGS)
 
 lint: $(STAMP) types ## check style and types
 	@$(BIN)/ruff check .
@@ -44,4 +62,4 @@ bench: $(STAMP) ## run the benchmarks
 	@$(BIN)/python -m tools.bench $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) .pytest_cache .mypy_cache .ruff_cache .hypothesis
