@@ -7,6 +7,8 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from support.side_by_side import (  # noqa: F401
@@ -40,8 +42,8 @@ def _no_process_left():
     stop_pools()
 
 
-@pytest.fixture(autouse=True)
-def _environment_stays():
+@contextmanager
+def _environment_put_back() -> Iterator[None]:
     """A Trainer leaves variables behind (MASTER_PORT, LOCAL_RANK): jobs that later tests start would meet at one port."""
     before = dict(os.environ)
     yield
@@ -51,6 +53,19 @@ def _environment_stays():
     os.environ.update(before)
     if now is not None:
         os.environ["PYTEST_CURRENT_TEST"] = now
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_stays_after_a_module() -> Iterator[None]:
+    """Also after the fixtures of a module, of which some run a Trainer in this process."""
+    with _environment_put_back():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    with _environment_put_back():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import uuid
 from contextlib import suppress
 from datetime import timedelta
 
@@ -12,7 +13,18 @@ import torch.distributed as dist
 
 from pipepart.errors import ConfigError
 
-__all__ = ["local_store"]
+__all__ = ["local_store", "name_job"]
+
+_JOB = "PIPEPART_JOB"
+
+
+def name_job() -> None:
+    """Name the job that this process is about to start the other processes of, before it starts them.
+
+    Two jobs may have been told the same port. The second one cannot listen on it and ends, but its other processes would
+    have met those of the first job by then: under a name of their own they meet nobody.
+    """
+    os.environ[_JOB] = uuid.uuid4().hex
 
 
 def local_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.Store | None:
@@ -29,7 +41,7 @@ def local_store(address: str, port: int, rank: int, size: int, timeout: timedelt
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or size == 1:
         return None
     if rank != 0:
-        return dist.TCPStore(address, port, size, False, timeout, wait_for_workers=False)
+        return _of_this_job(dist.TCPStore(address, port, size, False, timeout, wait_for_workers=False))
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,7 +53,15 @@ def local_store(address: str, port: int, rank: int, size: int, timeout: timedelt
             f"the processes of this job were to meet at 127.0.0.1:{port}, which cannot be listened on: {error}. Another job "
             "may use it: set MASTER_PORT to a free port."
         ) from error
-    return dist.TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    descriptor = listener.detach()
+    return _of_this_job(
+        dist.TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    )
+
+
+def _of_this_job(store: dist.Store) -> dist.Store:
+    name = os.environ.get(_JOB)
+    return dist.PrefixStore(name, store) if name else store
 
 
 def _is_loopback(address: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -31,7 +32,7 @@ from pipepart.runtime import Groups, Mesh, Options, fit_mesh
 from pipepart.runtime.device import backend_for, limit_threads
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
-from pipepart.runtime.rendezvous import local_store
+from pipepart.runtime.rendezvous import local_store, name_job
 from pipepart.strategy.loaders import ends_together, needs_agreement
 from pipepart.strategy.materialise import empty_names
 
@@ -110,21 +111,30 @@ class MeshStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         _ = self.mesh  # devices that do not fit the stages are an error here, before any process is started
+        if not self.cluster_environment.creates_processes_externally:
+            name_job()
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
         limit_threads(self.num_processes)
-        assert self.cluster_environment is not None
         timeout = timedelta(seconds=self._options.timeout)
-        where = self.cluster_environment
-        store = None
+        try:
+            self._join_job(timeout)
+        except BaseException:  # the processes that this one has started would wait for it
+            if self._launcher is not None:
+                self._launcher.kill(signal.SIGTERM)
+            raise
+        if self._groups is None and self.mesh.world_size > 1:
+            self._groups = Groups.create(self.mesh, timeout)
+
+    def _join_job(self, timeout: timedelta) -> None:
+        assert self.cluster_environment is not None
+        where, store = self.cluster_environment, None
         if not dist.is_initialized():
             store = local_store(where.main_address, where.main_port, self.global_rank, self.world_size, timeout)
         _init_dist_connection(where, backend_for(self.root_device), timeout=timeout, store=store)
-        if self._groups is None and self.mesh.world_size > 1:
-            self._groups = Groups.create(self.mesh, timeout)
 
     def model_to_device(self) -> None:
         assert self.model is not None

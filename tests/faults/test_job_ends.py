@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.environment import job_environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 390.0  # for the whole job on a loaded machine; the time from the failure to the end is checked apart
@@ -62,12 +63,8 @@ KILL = "os.kill(os.getpid(), 9)"
 def _run(command: list[str]) -> tuple[subprocess.CompletedProcess[str], float, list[int]]:
     """Run a job; its result, the wall time at its end, and the processes that it left behind."""
     token = f"pipepart-test-{uuid.uuid4().hex}"
-    environment = {
-        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "PIPEPART_TEST_TOKEN": token,
-        "OMP_NUM_THREADS": "1",
-    }
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = job_environment(PYTHONPATH=path, PIPEPART_TEST_TOKEN=token)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)
     return result, time.time(), _with_token(token)
 

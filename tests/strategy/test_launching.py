@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.environment import job_environment
 from support.ports import free_port
 
 SCRIPT = """
@@ -61,24 +62,6 @@ if __name__ == "__main__":
 """
 
 
-def _environment() -> dict[str, str]:
-    """As in a shell: without the variables that a launcher sets."""
-    dropped = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "NODE_RANK",
-    )
-    kept = {
-        key: value for key, value in os.environ.items() if key not in dropped and not key.startswith("TORCHELASTIC")
-    }
-    return {**kept, "OMP_NUM_THREADS": "1"}
-
-
 def _start(
     folder: Path, *more: str, launcher: tuple[str, ...] = (), start_new_session: bool = False, **variables: str
 ) -> subprocess.Popen[str]:
@@ -86,10 +69,9 @@ def _start(
     script = folder / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, *launcher, str(script), str(folder), *more]
-    environment = {**_environment(), **variables}
     return subprocess.Popen(
         command,
-        env=environment,
+        env=job_environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,0 +1,80 @@
+"""Two jobs that were told the same port: the second one ends at once, and the first one does not notice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from support.environment import job_environment
+from support.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+    import pathlib, sys, time
+    import lightning as L
+    from pipepart import PipelineStrategy
+    from support.lightning_modules import Module, loader
+
+    folder = pathlib.Path(sys.argv[1])
+
+    class Waiting(Module):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 1 and self.trainer.global_rank == 0:
+                (folder / "trains").touch()
+                until = time.monotonic() + 300
+                while not (folder / "go on").exists() and time.monotonic() < until:
+                    time.sleep(0.05)
+
+    if __name__ == "__main__":
+        trainer = L.Trainer(strategy=PipelineStrategy(stages=2, microbatches=2, timeout=300), devices=2, accelerator="cpu",
+            max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        trainer.fit(Waiting("mlp"), loader("mlp", 64, 4))
+        print("TRAINED", trainer.global_step)
+"""
+
+
+def _start(folder: Path, port: int) -> subprocess.Popen[str]:
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder)],
+        env=job_environment(PYTHONPATH=path, MASTER_PORT=str(port)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+def test_the_second_job_ends_and_the_first_goes_on(tmp_path: Path) -> None:
+    port = free_port()
+    first = _start(tmp_path / "first", port)
+    second = None
+    try:
+        deadline = time.monotonic() + 180
+        while not (tmp_path / "first" / "trains").exists():
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        second = _start(tmp_path / "second", port)
+        said, _ = second.communicate(timeout=180)
+        assert second.returncode != 0
+        assert f"127.0.0.1:{port}, which cannot be listened on" in said and "set MASTER_PORT to a free port" in said, (
+            said
+        )
+        (tmp_path / "first" / "go on").touch()
+        said, _ = first.communicate(timeout=180)
+        assert first.returncode == 0, said
+        assert said.count("TRAINED 3") == 2, said
+    finally:
+        for job in (first, second):
+            if job is not None and job.poll() is None:
+                os.killpg(job.pid, 9)
