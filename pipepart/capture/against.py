@@ -1,4 +1,4 @@
-"""Hold a recording against the call that it was made of: with the inputs as they are, and, if asked for, by their gradients.
+"""Hold a recording against the call that it was made of: with the inputs as they are, and by the gradients of the inputs.
 
 Inputs of a batch require no gradient, and the model may look at that, so the proof runs both with the inputs as they are.
 The gradients of floating inputs are seen in a second pair of runs, with inputs that require one.
@@ -13,7 +13,7 @@ import torch
 
 from pipepart.capture import state
 from pipepart.capture.blame import Trace, TracedGraph
-from pipepart.capture.outcome import differences
+from pipepart.capture.outcome import Outcome, differences
 from pipepart.capture.recording import Recording
 from pipepart.capture.runs import Call, Run, RunFailed, Settings, original, run_once
 from pipepart.capture.verify import Rerun, verify
@@ -39,23 +39,22 @@ def prove_call(
     if as_it_is and expected.failure:  # it may be the recorder that backward cannot do with
         expected = original(call, leaves, mode, backward)
     notes = verify(recording, leaves, expected, mode, rerun(call, leaves, names, settings, backward))
-    if call.thorough and backward and not expected.failure:
-        notes += prove_inputs(recording, call, leaves, names, settings)
+    if backward and not expected.failure:
+        notes += prove_inputs(recording, call, leaves, expected, names, settings)
     return notes
 
 
 def prove_inputs(
-    recording: Recording, call: Call, leaves: list[Any], names: state.Names, settings: Settings
+    recording: Recording, call: Call, leaves: list[Any], plain: Outcome, names: state.Names, settings: Settings
 ) -> tuple[str, ...]:
-    """Compare the gradients of all floating inputs, also of those that require none; returns notes on what was not proved.
+    """Compare the gradients of floating inputs that require none, too; returns notes on what was not proved.
 
     Takes one more forward and backward of the model and of the recording. The inputs are results of an op, as changes
-    in place of what requires a gradient are allowed there only.
+    in place of what requires a gradient are allowed there only. `plain` is the outcome with the inputs as they are.
     """
     given = [_differentiable(leaf) for leaf in leaves]
     if all(new is old for new, old in zip(given, leaves)):
         return ()
-    plain = original(call, leaves, None, False)
     try:
         expected = original(call, given, None, True)
     except Exception as error:

@@ -24,13 +24,11 @@ def prove(
     target: nn.Module | Callable[..., Any],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
-    inputs: bool = False,
 ) -> tuple[str, ...]:
     """Raise a `CaptureError` that names the op at fault if the recording is not what `target` does with this example.
 
-    Loss, outputs, buffers, the gradients of all parameters and of the inputs that require one are compared, from the
-    same random state; with `inputs`, those of all floating inputs, in one more run of both. Returns notes on what was not
-    proved.
+    Loss, outputs, buffers, the gradients of all parameters and of all floating inputs are compared, from the same random
+    state. Returns notes on what was not proved.
     """
     call = call_of(target, args, kwargs, recording.root)
     call = dataclasses.replace(call, inputs=named(call.inputs))
@@ -41,6 +39,6 @@ def prove(
         names = state.names_of(call.root)
         again = rerun(call, leaves, names, settings, call.has_backward)
         notes = verify(recording, leaves, expected, None, again)
-        if inputs and call.has_backward and not expected.failure:
-            notes += prove_inputs(recording, call, leaves, names, settings)
+        if call.has_backward and not expected.failure:
+            notes += prove_inputs(recording, call, leaves, expected, names, settings)
         return notes

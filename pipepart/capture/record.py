@@ -54,18 +54,15 @@ def record(
     numbers: Sequence[Place] = (),
     batching: Batching | None = None,
     others: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
-    thorough: bool = False,
 ) -> Recording:
     """Record a module, a bound method of a module, or a function that uses the modules of `root`.
 
     It is run on the example in the current mode (train or eval); buffers, gradients and random state stay as they are.
     `like` is a recording of the same call in the other mode: sizes that were fixed there are taken as fixed. `numbers`
     are places of the Python state whose numbers are inputs of the graph. `batching` says which leaves hold the samples;
-    `others` are further examples, for batches whose rows cannot be left out. With `thorough`, the proof compares the
-    gradients of all floating inputs, too.
+    `others` are further examples, for batches whose rows cannot be left out.
     """
-    call = dataclasses.replace(call_of(target, args, kwargs, root, batching, others), thorough=thorough)
-    return record_call(call, like, numbers)
+    return record_call(call_of(target, args, kwargs, root, batching, others), like, numbers)
 
 
 def call_of(

@@ -81,8 +81,6 @@ class Call:
     """The leaves of other batches, for batches whose sizes cannot be changed by leaving rows out."""
     moved: list[int] = field(default_factory=list)
     """For each leaf of the last result the dimension that `run` has moved to the front."""
-    thorough: bool = False
-    """The proof compares the gradients of all floating inputs."""
 
     @property
     def has_backward(self) -> bool:

@@ -123,14 +123,12 @@ def record_step(
     numbers: Sequence[Place] = (),
     batching: Batching | None = None,
     others: Sequence[Any] = (),
-    thorough: bool = False,
 ) -> Recording:
     """Record ``training_step`` (or another step) of a LightningModule on an example batch.
 
     The leaves of the batch are inputs, and so are the numbers ``batch_idx``, ``global_step``, ``current_epoch``,
     and those of the Python state at the places `numbers`. `batching` says which leaves hold the samples; `others` are
-    further batches, where rows cannot be left out. With `thorough`, the proof compares the gradients of all floating
-    inputs, too.
+    further batches, where rows cannot be left out.
     """
     if step not in STEPS:
         raise CaptureError(f"record_step: unknown step {step!r}; expected one of {', '.join(STEPS)}")
@@ -167,7 +165,7 @@ def record_step(
     moved: list[int] = []
     further = tuple(tuple(trees.leaves_of(other)) for other in others)
     example = (*leaves, *given_numbers.values())
-    call = Call(module, run, example, tuple(inputs), tree, step, (method,), batching, further, moved, thorough)
+    call = Call(module, run, example, tuple(inputs), tree, step, (method,), batching, further, moved)
     recording = record_call(call, None, numbers)
     if step == "training_step" and recording.loss_index is None:
         raise CaptureError(

@@ -140,9 +140,7 @@ class Pipeline:
         was_training = root.training
         root.train()
         with collectives_refused(root):
-            training = record(
-                self._target, *example, batching=found.batching, others=found.others, thorough=options.verify
-            )
+            training = record(self._target, *example, batching=found.batching, others=found.others)
         samples = self._samples(training, groups, options.loss)
         options = samples.options(options)
         agreed, graph, costs = agree_on_plan(training, training.flatten(*example), options, mesh, usual, groups)

@@ -69,7 +69,7 @@ class RecordingStrategy(CheckpointStrategy):
         with self.precision_plugin.forward_context(), torch.set_grad_enabled(training), effects as finish:
             recording = record_step(
                 module, step, example.batch, batch_idx=batch_idx, dataloader_idx=loader, numbers=numbers,
-                batching=example.batching, others=example.others, thorough=self._options.verify,
+                batching=example.batching, others=example.others,
             )  # fmt: skip
         recording, self._effects[name] = finish(recording)
         if training:

@@ -1,4 +1,4 @@
-"""Gradients of floating inputs: compared when the proof is asked to, in a second pair of runs."""
+"""Gradients of floating inputs that require none: compared in a second pair of runs."""
 
 import contextlib
 import io
@@ -70,15 +70,15 @@ def _inserted(recording, name, target, method=False):
     user.replace_input_with(source, made)
 
 
-def test_inputs_are_proved_when_asked():
+def test_inputs_are_proved():
     for model, args in (
         (Inputs(), _example()),
         (Checkpointed(), (torch.randn(4, 6),)),
         (nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU()), (torch.randn(4, 2, 9),)),
     ):
-        recording = record(model, args, thorough=True)
+        recording = record(model, args)
         assert not [note for note in recording.notes if note.startswith("gradients of inputs")]
-        assert prove(recording, model, args, inputs=True) == ()
+        assert prove(recording, model, args) == ()
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not any(tensor.requires_grad for tensor in args)
 
@@ -87,13 +87,13 @@ def test_inputs_are_proved_when_asked():
     ("target", "method"), [("detach", True), (Thrice.apply, False)], ids=["detached", "scaled gradient"]
 )
 def test_a_gradient_that_reaches_no_parameter(target, method):
-    """The default proof does not see it, since no parameter does."""
+    """No parameter sees it."""
     model, args = Inputs(), _example()
     recording = record(model, args)
-    _inserted(recording, "x", target, method)
     assert prove(recording, model, args) == ()
+    _inserted(recording, "x", target, method)
     with pytest.raises(CaptureError, match="does not give the gradients of the model: gradient of input x") as caught:
-        prove(recording, model, args, inputs=True)
+        prove(recording, model, args)
     assert "where: " in str(caught.value)
 
 
@@ -113,9 +113,8 @@ def test_what_is_not_proved_is_a_note():
         (Decides, "the model computes something else if inputs require one"),
         (Refuses, r"the model refuses inputs that require one \(ValueError: no gradients here\)"),
     ):
-        (note,) = (note for note in record(kind(3, 3), (x,), thorough=True).notes if note.startswith("gradients"))
+        (note,) = (note for note in record(kind(3, 3), (x,)).notes if note.startswith("gradients"))
         assert re.fullmatch(f"gradients of inputs: not proved, since {words}", note)
-        assert not [note for note in record(kind(3, 3), (x,)).notes if note.startswith("gradients")]
 
 
 class Loss(nn.Module):
@@ -136,7 +135,7 @@ def _verified():
     return said.getvalue()
 
 
-def test_verify_asks_for_it():
+def test_verify_tells_it():
     (said,) = run_ranks(1, _verified)
     assert "verify     one process" in said
     assert "note       gradients of inputs: not proved" in said
@@ -147,5 +146,5 @@ def test_models(name):
     """None is refused for the gradients of its inputs."""
     torch.manual_seed(0)
     model = {**MIXERS, **PLAIN}[name]().train()
-    recording = record(model, tuple(model.batch(4)), thorough=True)
+    recording = record(model, tuple(model.batch(4)))
     assert not [note for note in recording.notes if note.startswith("gradients of inputs")]
