@@ -117,6 +117,8 @@ def _run(words: Sequence[str], folder: Path) -> tuple[int, str]:
     try:
         said = process.communicate(timeout=_LIMIT)[0]
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # the fault handler says what each thread was doing
+        time.sleep(5)
         os.killpg(process.pid, signal.SIGKILL)
         return -1, f"it did not end within {_LIMIT} s\n{process.communicate()[0]}"
     for log in sorted(folder.rglob("std*.log")):  # of the ranks that `pipepart train` does not show
