@@ -15,30 +15,37 @@ from pipepart.machine import limit_instructions
 
 if TYPE_CHECKING:
     from pipepart.cost.cluster import Cluster, load_cluster
-    from pipepart.graph import Captured, OpGraph, capture
+    from pipepart.errors import CaptureError, ConfigError, PipepartError, PlanError
+    from pipepart.graph import Captured, capture
+    from pipepart.lightning import PipelineMonitor, PipelineStrategy, WeightEMA, consolidate
+    from pipepart.pipeline import Pipeline
     from pipepart.planning import Plan, plan
-    from pipepart.runtime import Pipeline
-    from pipepart.strategy import PipelineStrategy
 
 __version__ = "0.1.0"
 __all__ = [
+    "CaptureError",
     "Captured",
     "Cluster",
-    "OpGraph",
+    "ConfigError",
     "Pipeline",
+    "PipelineMonitor",
     "PipelineStrategy",
+    "PipepartError",
     "Plan",
+    "PlanError",
+    "WeightEMA",
     "capture",
+    "consolidate",
     "load_cluster",
     "plan",
 ]
 
 _HOMES = {
     "pipepart.cost.cluster": ("Cluster", "load_cluster"),
-    "pipepart.graph": ("Captured", "OpGraph", "capture"),
+    "pipepart.errors": ("CaptureError", "ConfigError", "PipepartError", "PlanError"),
+    "pipepart.lightning": ("PipelineMonitor", "PipelineStrategy", "WeightEMA", "consolidate"),
+    "pipepart.pipeline": ("Pipeline",),
     "pipepart.planning": ("Plan", "plan"),
-    "pipepart.runtime": ("Pipeline",),
-    "pipepart.strategy": ("PipelineStrategy",),
 }
 
 
@@ -51,18 +58,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-class _Surface(ModuleType):
-    """This module, in which `capture` is the function also after the package of that name was imported."""
-
-    @property
-    def capture(self) -> Any:
-        return __getattr__("capture")
-
-    @capture.setter
-    def capture(self, package: ModuleType) -> None:
-        """The import system hands over the package here; it is found under its full name all the same."""
 
 
 class _Register(MetaPathFinder):
@@ -78,16 +73,15 @@ class _Register(MetaPathFinder):
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                if "pipepart.strategy" not in sys.modules:
-                    import_module("pipepart.strategy")
+                if "pipepart.lightning" not in sys.modules:
+                    import_module("pipepart.lightning")
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
 limit_instructions()  # before torch chooses its instructions; costs nothing unless the CPU announces AMX
-sys.modules[__name__].__class__ = _Surface
 if "lightning.pytorch" in sys.modules:
-    import_module("pipepart.strategy")
+    import_module("pipepart.lightning")
 else:
     sys.meta_path.insert(0, _Register())

@@ -18,8 +18,8 @@ from pipepart.cli.console import quiet_libraries, stand_out
 from pipepart.cli.secrets import redacted
 from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
+from pipepart.lightning import PipelineMonitor, PipelineStrategy
 from pipepart.report import save_graph, save_timeline, write_report
-from pipepart.strategy import PipelineMonitor, PipelineStrategy
 
 __all__ = ["build_recipe", "fit"]
 

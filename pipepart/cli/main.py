@@ -147,7 +147,7 @@ def _plan(words: list[str]) -> int:
         from pipepart.cli.train import show_config
 
         return show_config(given.overrides, given.config_dir, "plan")
-    from pipepart.cli.plan import plan
+    from pipepart.cli.plan_command import plan
 
     return plan(given.overrides, given.config_dir, given.json, given.output)
 
@@ -164,7 +164,7 @@ def _verify(words: list[str]) -> int:
         from pipepart.cli.train import show_config
 
         return show_config(given.overrides, given.config_dir)
-    from pipepart.cli.verify import verify
+    from pipepart.cli.verify_command import verify
 
     return verify(given.overrides, given.config_dir)
 

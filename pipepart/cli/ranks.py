@@ -137,7 +137,7 @@ def run_as_rank(config_text: str, folder: str, named: str | None = None) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
     try:
         if named is not None:
-            from pipepart.cli.verify import verify_here
+            from pipepart.cli.verify_command import verify_here
 
             verify_here(json.loads(config_text), named)
             return

@@ -18,7 +18,7 @@ from typing import Any
 import lightning as L
 from hydra.core.config_store import ConfigStore
 
-from pipepart.strategy import PipelineStrategy
+from pipepart.lightning import PipelineStrategy
 
 __all__ = [
     "LauncherConfig",

@@ -1,7 +1,7 @@
 """What ops cost: measured, computed or read from a file."""
 
 from pipepart.cost.cache import profiled
-from pipepart.cost.costs import OpCosts
+from pipepart.cost.op_costs import OpCosts
 from pipepart.cost.profile import profile
 from pipepart.cost.timing import state_kept, whole_step
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipepart.cost.cluster import DeviceKind
-from pipepart.cost.costs import OpCosts
+from pipepart.cost.op_costs import OpCosts
 
 __all__ = ["analytic"]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from pipepart.capture import Recording
-from pipepart.cost.costs import OpCosts
+from pipepart.cost.op_costs import OpCosts
 from pipepart.cost.profile import profile
 from pipepart.cost.timing import Context, whole_step
 from pipepart.machine import cache_folder
+from pipepart.recording import Recording
 
 __all__ = ["profiled"]
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipepart.cost.costs import OpCosts
+from pipepart.cost.op_costs import OpCosts
 from pipepart.errors import PlanError
 
 __all__ = [

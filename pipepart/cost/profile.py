@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pipepart.capture import Recording
-from pipepart.cost.costs import SPLIT_LAYERS, OpCosts
+from pipepart.cost.op_costs import SPLIT_LAYERS, OpCosts
 from pipepart.cost.timing import Context, now, own_copy, split_layer, state_kept, time_step, typical
+from pipepart.recording import Recording
 
 __all__ = ["profile"]
 

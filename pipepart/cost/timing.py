@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pipepart.capture import Recording
+from pipepart.recording import Recording
 
 __all__ = ["Context", "now", "own_copy", "split_layer", "state_kept", "time_step", "typical", "whole_step"]
 

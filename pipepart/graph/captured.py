@@ -9,14 +9,14 @@ from typing import Any
 
 import torch.nn as nn
 
-from pipepart.capture import trees
-from pipepart.capture.batching import Batching
-from pipepart.capture.record import record
-from pipepart.capture.recording import Recording
-from pipepart.capture.step import STEPS, record_step
 from pipepart.errors import CaptureError
-from pipepart.graph.build import op_graph
+from pipepart.graph.from_recording import op_graph
 from pipepart.graph.opgraph import OpGraph
+from pipepart.recording.inputs import trees
+from pipepart.recording.inputs.batching import Batching
+from pipepart.recording.record import record
+from pipepart.recording.recording import Recording
+from pipepart.recording.step import STEPS, record_step
 from pipepart.samples.pieces import other_batches
 
 __all__ = ["Captured", "capture"]

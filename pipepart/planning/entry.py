@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipepart.capture import Recording
 from pipepart.cost.cluster import Cluster, load_cluster, this_machine
 from pipepart.cost.given import given_costs
 from pipepart.errors import PlanError
 from pipepart.graph import Captured, OpGraph, capture, op_graph
-from pipepart.planning.auto import Wish, search
 from pipepart.planning.plan import Plan
 from pipepart.planning.request import Request, check_request
+from pipepart.planning.shapes import Wish, search
 from pipepart.planning.sources import Analytic, Costs, Given, Profiled, batch_of
+from pipepart.recording import Recording
 from pipepart.schedule import read_csv
 
 __all__ = ["plan"]

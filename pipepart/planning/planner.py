@@ -10,10 +10,10 @@ from pipepart.errors import PartitionError, PlanError
 from pipepart.graph import OpGraph
 from pipepart.planning.bounds import case_bound, least_slowest
 from pipepart.planning.layout import LOCAL_LINK, Layout
+from pipepart.planning.memory_shortage import nothing_fits
 from pipepart.planning.plan import Plan
 from pipepart.planning.pricing import ParameterSizes, Pricing
 from pipepart.planning.request import Recipe, Request, auto_microbatches, check_request, recipes
-from pipepart.planning.shortage import nothing_fits
 from pipepart.planning.splits import Case, Split
 from pipepart.schedule import peak_activations, to_csv
 

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from pipepart.capture import Recording
-from pipepart.capture.batching import Batching, batching_of
 from pipepart.cost import OpCosts, profiled
 from pipepart.cost.analytic import analytic
 from pipepart.cost.cluster import Cluster
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph
+from pipepart.recording import Recording
+from pipepart.recording.inputs.batching import Batching, batching_of
 
 __all__ = ["Analytic", "Costs", "Given", "Profiled", "batch_of", "resized", "scaled"]
 

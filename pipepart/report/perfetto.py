@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipepart.errors import PlanError
-from pipepart.report.messages import flows, implied_receives
+from pipepart.report.message_paths import flows, implied_receives
 from pipepart.schedule import Event, Timeline
 
 __all__ = ["check_trace", "trace_events", "write_perfetto"]

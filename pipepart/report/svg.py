@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from pipepart.planning.describe import format_bytes, format_seconds
 from pipepart.planning.plan import Plan
-from pipepart.report.messages import flows, implied_receives
+from pipepart.report.message_paths import flows, implied_receives
 from pipepart.schedule import COMPUTE, Timeline
 
 __all__ = ["static_svg", "write_svg"]

@@ -6,7 +6,7 @@ import re
 
 from pipepart.planning.describe import describe, format_seconds
 from pipepart.planning.plan import Plan
-from pipepart.report.messages import implied_receives
+from pipepart.report.message_paths import implied_receives
 from pipepart.schedule.gantt import gantt
 from pipepart.schedule.timeline import Event, Timeline
 

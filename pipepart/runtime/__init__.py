@@ -1,20 +1,9 @@
-"""The runtime: executes a plan on the processes of a job."""
+"""The runtime: executes a plan on the processes of a job.
 
-from pipepart.runtime.assembly import Example, agree_on_plan, example_microbatch, prove_laid
+Knows processes, tensors and actions. Decides nothing and knows nothing of Lightning.
+"""
+
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
-from pipepart.runtime.options import Options
-from pipepart.runtime.pipeline import Pipeline
 from pipepart.runtime.stage import StageRuntime
 
-__all__ = [
-    "Example",
-    "Groups",
-    "Mesh",
-    "Options",
-    "Pipeline",
-    "StageRuntime",
-    "agree_on_plan",
-    "example_microbatch",
-    "fit_mesh",
-    "prove_laid",
-]
+__all__ = ["Groups", "Mesh", "StageRuntime", "fit_mesh"]

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipepart.capture import Chunk
 from pipepart.errors import ConfigError, did_you_mean
+from pipepart.recording import Chunk
 from pipepart.runtime.recompute import running_again
 
 __all__ = ["BATCH_NORM", "BatchStatistics", "check_batch_norm"]

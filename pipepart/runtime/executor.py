@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from pipepart.capture import BATCH, Chunk, Edge
 from pipepart.errors import PipelineError
+from pipepart.recording import BATCH, Chunk, Edge
 from pipepart.runtime.deferred import WeightWork, defer_weights, deferring
 from pipepart.runtime.mailbox import Announced, Inbox, Outbox
 from pipepart.runtime.messages import Routes, TensorSpec
 from pipepart.runtime.recompute import RandomState, again
 from pipepart.runtime.replicas import ReplicaMean
-from pipepart.runtime.tail import TailStep
+from pipepart.runtime.tail_run import TailStep
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
 from pipepart.schedule import Action, Message, Schedule, channels

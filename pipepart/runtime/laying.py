@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipepart.capture import Chunk, Recording, split
+from pipepart.options import Options
 from pipepart.planning import Plan
-from pipepart.runtime.options import Options
-from pipepart.runtime.tail import check_schedule
+from pipepart.recording import Chunk, Recording, split
+from pipepart.runtime.tail_run import check_schedule
 from pipepart.samples import Weighed, unweighed, weigh
 from pipepart.samples.tail import Tail, TailCut
 

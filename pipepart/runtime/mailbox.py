@@ -9,16 +9,9 @@ from typing import Any
 
 import torch
 
-from pipepart.capture import Edge
 from pipepart.errors import PipelineError
-from pipepart.runtime.messages import (
-    Routes,
-    TensorSpec,
-    ValueSpec,
-    decode_announcement,
-    encode_announcement,
-    spec_of,
-)
+from pipepart.recording import Edge
+from pipepart.runtime.messages import Routes, TensorSpec, ValueSpec, decode_announcement, encode_announcement, spec_of
 from pipepart.runtime.transport import Pending, Transport
 from pipepart.schedule import Message
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from pipepart.capture import BATCH, Chunk, Edge
 from pipepart.errors import PipelineError
+from pipepart.recording import BATCH, Chunk, Edge
 
 __all__ = ["Routes", "TensorSpec", "ValueSpec", "decode_announcement", "encode_announcement", "spec_of"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from pipepart.capture import Recording
-from pipepart.capture.batching import batching_of
-from pipepart.capture.recording import GuardError
 from pipepart.errors import PlanError
+from pipepart.recording import Recording
+from pipepart.recording.inputs.batching import batching_of
+from pipepart.recording.recording import GuardError
 from pipepart.samples.pieces import Pieces
 
 __all__ = [

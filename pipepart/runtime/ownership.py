@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pipepart.capture import Chunk
+from pipepart.recording import Chunk
 
 __all__ = ["Ownership"]
 

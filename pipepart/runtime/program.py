@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipepart.capture.execute import resolve
 from pipepart.errors import PipelineError
+from pipepart.options import Options
 from pipepart.planning import Plan
+from pipepart.recording.execution.ops_run import resolve
 from pipepart.runtime.batch_norm import BatchStatistics
 from pipepart.runtime.executor import Executor, StepInput
 from pipepart.runtime.header import share
@@ -27,10 +28,9 @@ from pipepart.runtime.microbatch import (
     fitting_cut,
     merge_outputs,
 )
-from pipepart.runtime.options import Options
 from pipepart.runtime.randomness import seeded
 from pipepart.runtime.replicas import ReplicaMean
-from pipepart.runtime.tail import TailStep
+from pipepart.runtime.tail_run import TailStep
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
 from pipepart.samples.tail import Tail

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from pipepart.capture.draws import mix, number_of, set_key
 from pipepart.errors import ConfigError
+from pipepart.recording.execution.draws import mix, number_of, set_key
 from pipepart.runtime.device import generators
 from pipepart.runtime.recompute import RandomState
 

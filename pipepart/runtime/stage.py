@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipepart.capture import Chunk, Recording
 from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph, op_graph
+from pipepart.options import Options
 from pipepart.planning import Plan, transfer
+from pipepart.recording import Chunk, Recording
 from pipepart.runtime.accumulation import Accumulation
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm
@@ -24,7 +25,6 @@ from pipepart.runtime.header import share
 from pipepart.runtime.laying import Laid, lay_out
 from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.mesh import Groups
-from pipepart.runtime.options import Options
 from pipepart.runtime.ownership import Ownership
 from pipepart.runtime.parts import Parts
 from pipepart.runtime.program import Program, StepResult

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from pipepart.capture import OpMeta
+from pipepart.recording import OpMeta
 from pipepart.samples.calls import name_of
 from pipepart.samples.forms import Form, Keep, Op, Ratio, Scaled, Share, Sum, Whole
 from pipepart.samples.quantities import BATCHES, SAMPLES, Quantity

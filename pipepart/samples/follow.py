@@ -9,8 +9,9 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from pipepart.capture import Recording, intrinsics
-from pipepart.capture.execute import resolve
+from pipepart.recording import Recording
+from pipepart.recording.execution.ops_run import resolve
+from pipepart.recording.trace import intrinsics
 
 __all__ = ["Following", "Unknown"]
 

@@ -17,11 +17,11 @@ import torch.fx as fx
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipepart.capture import Recording
-from pipepart.capture.execute import resolve
-from pipepart.capture.facts import outside_rng
-from pipepart.capture.intrinsics import check, set_attribute
-from pipepart.capture.state import preserved
+from pipepart.recording import Recording
+from pipepart.recording.execution.ops_run import resolve
+from pipepart.recording.model_state.state import preserved
+from pipepart.recording.trace.facts import outside_rng
+from pipepart.recording.trace.intrinsics import check, set_attribute
 from pipepart.samples.laws import Law, law_of
 
 __all__ = ["Lockstep", "Run", "evaluating"]

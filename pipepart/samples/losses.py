@@ -10,8 +10,8 @@ import torch.fx as fx
 import torch.nn.functional as F
 from torch import nn
 
-from pipepart.capture import Recording
-from pipepart.capture.execute import resolve
+from pipepart.recording import Recording
+from pipepart.recording.execution.ops_run import resolve
 from pipepart.samples.calls import name_of, parameters_of
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.forms import Form, Ratio, Share, Sum

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from pipepart.capture import OpMeta, Recording
-from pipepart.capture.fingerprint import target_name
-from pipepart.capture.intrinsics import changed, set_attribute
+from pipepart.recording import OpMeta, Recording
+from pipepart.recording.fingerprint import target_name
+from pipepart.recording.trace.intrinsics import changed, set_attribute
 from pipepart.samples.laws import UNKNOWN, Law
 from pipepart.samples.lockstep import Lockstep, evaluating
 

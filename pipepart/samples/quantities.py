@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from pipepart.capture import Recording
-from pipepart.capture.emit import executable
-from pipepart.capture.execute import used_tensors
-from pipepart.capture.intrinsics import check
+from pipepart.recording import Recording
+from pipepart.recording.execution.emit import executable
+from pipepart.recording.execution.ops_run import used_tensors
+from pipepart.recording.trace.intrinsics import check
 from pipepart.samples.calls import dims_of, name_of
 from pipepart.samples.follow import Following, Unknown
 

@@ -8,8 +8,8 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from pipepart.capture import Recording
-from pipepart.capture.execute import resolve
+from pipepart.recording import Recording
+from pipepart.recording.execution.ops_run import resolve
 from pipepart.samples.calls import argument, name_of
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.quantities import Quantities, Quantity

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch.fx as fx
 
-from pipepart.capture import intrinsics
+from pipepart.recording.trace import intrinsics
 from pipepart.samples.calls import name_of
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.quantities import Quantities, Quantity

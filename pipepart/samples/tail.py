@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from pipepart.capture import Recording
-from pipepart.capture.emit import executable
-from pipepart.capture.execute import RecordedGraph, used_tensors
-from pipepart.capture.intrinsics import set_attribute
+from pipepart.recording import Recording
+from pipepart.recording.execution.emit import executable
+from pipepart.recording.execution.ops_run import RecordedGraph, used_tensors
+from pipepart.recording.trace.intrinsics import set_attribute
 from pipepart.samples.laws import Law
 from pipepart.samples.mixing import Mixing, assigned_path, fault_of, persistent_writes, sources_of
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from pipepart.capture import Recording, intrinsics
+from pipepart.recording import Recording
+from pipepart.recording.trace import intrinsics
 from pipepart.samples.calls import argument, dims_of, name_of, operands
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.forms import Form, Keep, Op, Ratio, Scaled, Share, Sum, Whole

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from pipepart.capture import Input, Recording
+from pipepart.recording import Input, Recording
 from pipepart.samples.emission import ALL, EACH, OWN, WINDOW, Emission
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.forms import Form, Monomial, Ratio, Share, Sum, is_plain_sum, law_of, monomials, parts_of

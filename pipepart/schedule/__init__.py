@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule, looped_placement, v_placement
-from pipepart.schedule.auto import Choice, best_schedule
-from pipepart.schedule.bounds import lower_bound
-from pipepart.schedule.costs import ChunkCosts
+from pipepart.schedule.best import Choice, best_schedule
+from pipepart.schedule.chunk_times import ChunkCosts
+from pipepart.schedule.comparison import Row, compare, format_table, picture, table
 from pipepart.schedule.gantt import GANTT_LEGEND, gantt
-from pipepart.schedule.messages import channels, pair_order, program
 from pipepart.schedule.registry import SCHEDULES, ScheduleKind, make_schedule
 from pipepart.schedule.simulate import simulate, step_time
-from pipepart.schedule.table import Row, compare, format_table, picture, table
+from pipepart.schedule.step_bounds import lower_bound
 from pipepart.schedule.timeline import Event, Timeline
 from pipepart.schedule.torch_csv import from_csv, read_csv, read_program, to_csv, write_csv, write_program
+from pipepart.schedule.transfers import channels, pair_order, program
 from pipepart.schedule.validate import Validated, peak_activations, validate, validate_program
 
 __all__ = [

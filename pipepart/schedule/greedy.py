@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Action, Edges, Schedule
-from pipepart.schedule.costs import ChunkCosts
+from pipepart.schedule.chunk_times import ChunkCosts
 
 __all__ = ["Policy", "list_schedule"]
 

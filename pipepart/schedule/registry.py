@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from pipepart.errors import ScheduleError, did_you_mean
 from pipepart.schedule.actions import Edges, Schedule, looped_placement
-from pipepart.schedule.auto import best_schedule
-from pipepart.schedule.costs import ChunkCosts
+from pipepart.schedule.best import best_schedule
+from pipepart.schedule.chunk_times import ChunkCosts
 from pipepart.schedule.fixed import forward_only, gpipe, interleaved, one_f_one_b
 from pipepart.schedule.torch_csv import read_csv
 from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v

@@ -10,7 +10,7 @@ from typing import Literal, overload
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Action, Edges, Schedule
-from pipepart.schedule.costs import ChunkCosts
+from pipepart.schedule.chunk_times import ChunkCosts
 from pipepart.schedule.dependencies import ActionGraph
 from pipepart.schedule.timeline import Event, Timeline
 

@@ -11,7 +11,7 @@ from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule
 from pipepart.schedule.deadlock import all_meet, check_blocking, check_messages, check_ordered
 from pipepart.schedule.dependencies import ActionGraph, Numbered
-from pipepart.schedule.messages import Lowered, Program, lower, meetings, pairs_of
+from pipepart.schedule.transfers import Lowered, Program, lower, meetings, pairs_of
 
 __all__ = ["Validated", "compute_of", "peak_activations", "validate", "validate_program"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipepart.schedule.actions import Action, Schedule, looped_placement, v_placement
-from pipepart.schedule.costs import ChunkCosts
+from pipepart.schedule.chunk_times import ChunkCosts
 from pipepart.schedule.greedy import Policy, list_schedule
 
 __all__ = ["zb_h1", "zb_h2", "zb_v"]

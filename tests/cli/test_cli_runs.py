@@ -168,7 +168,7 @@ def test_public_names_are_there_whatever_is_imported_first() -> None:
     """Also the function `capture` beside the package of that name, and the strategy's name once Lightning is there."""
     code = (
         "import pipepart\n"
-        "from pipepart.capture import Recording\n"
+        "from pipepart.recording import Recording\n"
         "assert pipepart.capture.__module__ == 'pipepart.graph.captured' and 'capture' in dir(pipepart)\n"
         "import lightning as L\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"

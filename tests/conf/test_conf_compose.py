@@ -11,7 +11,7 @@ from pipepart.cli.config import checked, compose_config, conf_folder, group_opti
 from pipepart.cli.schema import StrategyConfig, TrainerConfig, schema_of
 from pipepart.cli.train import check_run, resolve_devices
 from pipepart.errors import ConfigError, PipepartError
-from pipepart.strategy import PipelineStrategy
+from pipepart.lightning import PipelineStrategy
 
 NEEDS_MORE = {("data", "tokens"): ["data.path=tokens.bin"], ("launcher", "nodes"): ["launcher.address=host:1234"]}
 NEEDS_EXTRA = {("launcher", "slurm"), ("launcher", "submitit_local")}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipepart.cost.costs import OpCosts
 from pipepart.cost.given import given_costs, read_costs, read_graph, write_costs
+from pipepart.cost.op_costs import OpCosts
 from pipepart.errors import PlanError
 
 COSTS = OpCosts(("a", "b"), (1.0, 2.0), (0.5, 0.25), (0.0, 1.0), (4, 8), (1, 2), (3, 5), "profile")

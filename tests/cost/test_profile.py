@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipepart.capture import record
 from pipepart.cost import profile, profiled
-from pipepart.cost.costs import SPLIT_LAYERS
+from pipepart.cost.op_costs import SPLIT_LAYERS
+from pipepart.recording import record
 from pipepart.runtime import deferred
 
 
@@ -236,7 +236,7 @@ def test_an_op_that_cannot_be_measured_gets_a_computed_cost_and_a_note() -> None
 CHANNELS_LAST = """
 import torch
 from torch import nn
-from pipepart.capture import record
+from pipepart.recording import record
 from pipepart.cost import profile
 
 class Net(nn.Module):

@@ -17,8 +17,10 @@ from support.ranks import run_ranks
 from torch import nn
 
 from pipepart import Pipeline, PipelineStrategy
-from pipepart.runtime import assembly, samples, stage
-from pipepart.runtime import pipeline as plain
+from pipepart import pipeline as plain
+from pipepart.build import agreement as assembly
+from pipepart.build import batch_verdict as samples
+from pipepart.runtime import stage
 
 CAUSE = "the cause of it all"
 SOON = 30.0

@@ -10,10 +10,10 @@ import torch.nn as nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipepart.capture import record, split
-from pipepart.capture.state import preserved
 from pipepart.errors import CaptureError
 from pipepart.graph import capture, op_graph
+from pipepart.recording import record, split
+from pipepart.recording.model_state.state import preserved
 from tools.bench.zoo.plain import ARCHITECTURES
 from tools.bench.zoo.plain_blocks import GPT, ids
 

@@ -26,7 +26,7 @@ from pipepart.report import (
     view,
     write_perfetto,
 )
-from pipepart.report.messages import flows, implied_receives
+from pipepart.report.message_paths import flows, implied_receives
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools import visualize

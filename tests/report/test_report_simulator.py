@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipepart.report.messages import flows, implied_receives
+from pipepart.report.message_paths import flows, implied_receives
 from pipepart.report.page import SCRIPTS
 from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Timeline, make_schedule, simulate
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipepart.capture import record
+from pipepart.build.counts import Cut, best_cut, measured_cuts
 from pipepart.cost import profile
 from pipepart.errors import PartitionError
-from pipepart.runtime.counts import Cut, best_cut, measured_cuts
+from pipepart.recording import record
 
 
 @dataclass

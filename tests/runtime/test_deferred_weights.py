@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from pipepart.capture import record
+from pipepart.recording import record
 from pipepart.runtime.deferred import defer_weights, deferring
 
 LAYERS = {

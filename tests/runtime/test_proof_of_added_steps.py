@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipepart import Pipeline, PipelineStrategy
-from pipepart.runtime import assembly
+from pipepart.build import agreement as assembly
 
 
 class Model(L.LightningModule):

@@ -8,7 +8,7 @@ from support.models import build
 from support.ranks import run_ranks
 from torch import nn
 
-from pipepart.runtime.rehearsal import rehearsed
+from pipepart.build.rehearsal import rehearsed
 
 
 class _Noisy(nn.Module):

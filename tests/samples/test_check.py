@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from support.mixers import MIXERS, PLAIN
 from torch import nn
 
-from pipepart.capture import record
-from pipepart.runtime.samples import look_at_samples
-from pipepart.samples.check import check_batch
+from pipepart.build.batch_verdict import look_at_samples
+from pipepart.recording import record
+from pipepart.samples.batch_check import check_batch
 
 AT_FAULT = {
     "simclr": "matmul",

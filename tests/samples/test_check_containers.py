@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from torch import nn
 
 from pipepart import Pipeline, capture
-from pipepart.runtime.samples import SamplesMeet
+from pipepart.build.batch_verdict import SamplesMeet
 
 SAMPLES = {"0.targets": 0}
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
-from pipepart.capture import GuardError, record
+from pipepart.recording import GuardError, record
 from pipepart.samples.weigh import Weighed, weigh
 from tools.bench.losses.forms import FORMS, Model, batch
 

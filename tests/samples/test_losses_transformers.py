@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipepart.capture import record
+from pipepart.recording import record
 from pipepart.samples import weigh
 
 transformers = pytest.importorskip("transformers")

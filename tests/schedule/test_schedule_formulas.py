@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipepart.schedule import (
-    ChunkCosts,
-    lower_bound,
-    make_schedule,
-    peak_activations,
-    simulate,
-    step_time,
-    v_placement,
-)
+from pipepart.schedule import ChunkCosts, lower_bound, make_schedule, peak_activations, simulate, step_time, v_placement
 
 QUICK = [(p, m) for p in (1, 2, 3, 4, 7, 12) for m in (1, 2, 3, 4, 5, 8, 13, 24)]
 FULL = [pytest.param(p, id=f"p{p}", marks=pytest.mark.slow) for p in range(1, 17)]

@@ -24,7 +24,7 @@ from pipepart.schedule import (
     write_csv,
     write_program,
 )
-from pipepart.schedule.messages import program
+from pipepart.schedule.transfers import program
 from pipepart.schedule.validate import compute_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -22,7 +22,7 @@ from pipepart.schedule import (
 )
 from pipepart.schedule.deadlock import all_meet, check_blocking, check_ordered
 from pipepart.schedule.dependencies import ActionGraph
-from pipepart.schedule.messages import meetings
+from pipepart.schedule.transfers import meetings
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 NAMES = sorted(SCHEDULES)

@@ -63,6 +63,6 @@ def test_equal_to_one_process(schedule: str) -> None:
 
 
 def test_a_recording_says_which_inputs_it_changes() -> None:
-    from pipepart.capture import record
+    from pipepart.recording import record
 
     assert record(Changing(), (torch.randn(4, 8), torch.randn(4, 8))).changed_inputs == {"x"}

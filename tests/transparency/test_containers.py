@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from pipepart import Pipeline, PipelineStrategy
-from pipepart.capture import trees
-from pipepart.capture.containers import in_one_piece
 from pipepart.errors import CaptureError, ConfigError, PlanError
+from pipepart.recording.inputs import trees
+from pipepart.recording.inputs.containers import in_one_piece
 
 
 def whole(model: nn.Module, *batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:

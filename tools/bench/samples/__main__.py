@@ -14,8 +14,8 @@ import warnings
 
 import torch
 
-from pipepart.capture import record
-from pipepart.runtime.samples import look_at_samples
+from pipepart.build.batch_verdict import look_at_samples
+from pipepart.recording import record
 from tools.bench.zoo import images, language, plain
 
 FAMILIES = {"plain": plain.ARCHITECTURES, "language": language.ARCHITECTURES, "images": images.ARCHITECTURES}

@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from pipepart.capture import Recording, record
-from pipepart.capture.reads import Reads
+from pipepart.recording import Recording, record
+from pipepart.recording.model_state.reads import Reads
 
 
 class Annealed(nn.Module):

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from pipepart.capture import Recording
-from pipepart.capture.execute import used_tensors
-from pipepart.capture.patches import is_torch_leaf
-from pipepart.capture.state import preserved
 from pipepart.graph import Captured, capture
+from pipepart.recording import Recording
+from pipepart.recording.execution.ops_run import used_tensors
+from pipepart.recording.model_state.state import preserved
+from pipepart.recording.trace.patches import is_torch_leaf
 
 __all__ = ["Report", "check_model", "compare", "measure"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipepart.capture import Chunk, Recording
+from pipepart.recording import Chunk, Recording
 
 __all__ = ["non_differentiable_bytes", "run_detached"]
 

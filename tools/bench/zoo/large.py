@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pipepart.capture import record
 from pipepart.graph import op_graph
+from pipepart.recording import record
 from tools.bench.zoo.plain_blocks import GPT
 
 __all__ = ["Large", "capture_large"]

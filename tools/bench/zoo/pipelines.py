@@ -22,9 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipepart import Pipeline
-from pipepart.capture import trees
+from pipepart.build.batch_verdict import SamplesMeet
 from pipepart.errors import PipepartError
-from pipepart.runtime.samples import SamplesMeet
+from pipepart.recording.inputs import trees
 from pipepart.samples.pieces import pieces_of
 
 __all__ = ["Share", "check_share", "together"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.nn as nn
 
-from pipepart.capture.runs import Call
 from pipepart.graph import capture
+from pipepart.recording.trace.runs import Call
 
 __all__ = ["proof_ratio"]
 

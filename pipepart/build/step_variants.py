@@ -1,0 +1,194 @@
+"""Recordings of one step: which of them holds for a batch and for the Python state as it is now.
+
+A step may do different things at different times (a warm-up that ends, a flag that a hook sets, another form of batch).
+Each recording says what it was specialised on; the first stage picks one that holds, or has a new one made. Numbers of
+the Python state that were found to change are inputs of the next recording, so that it holds for all their values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipepart.recording import Recording
+from pipepart.recording.model_state.places import Change, Place
+from pipepart.recording.recording import StateChanged
+from pipepart.errors import CaptureError
+from pipepart.build.foreign_collectives import collectives_refused
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import gather_objects
+from pipepart.runtime.microbatch import fitting_sizes
+from pipepart.runtime.stage import StageRuntime
+
+__all__ = ["MOST", "Variants", "leaves_ahead"]
+
+MOST = 16
+"""So many recordings of one step are kept, and made in a row: more often it would record nearly all the time."""
+_STEPS = 3 * MOST
+"""Steps: a run that needs `MOST` recordings within so many is refused."""
+
+
+@dataclass
+class Variants:
+    """The names of the recordings of one step, the one that was used last first."""
+
+    step: str
+    names: list[str] = field(default_factory=list)
+    made: int = 0
+    numbers: dict[str, Place] = field(default_factory=dict)
+    """Places of the Python state whose numbers are inputs of the recordings to come."""
+    _fixed: set[str] = field(default_factory=set)
+    """Numbers with which recording as an input has failed: a recording holds for one value of them."""
+    _new: set[str] = field(default_factory=set)
+    _steps: int = 0
+    _when: deque[int] = field(default_factory=lambda: deque(maxlen=MOST))
+    _reasons: deque[str] = field(default_factory=lambda: deque(maxlen=MOST))
+
+    def new_name(self) -> str:
+        """The first one has the name of the step itself."""
+        if len(self._when) == MOST and self._steps - self._when[0] <= _STEPS:
+            reasons = "".join(f"  changed: {reason}\n" for reason in dict.fromkeys(self._reasons) if reason)
+            raise CaptureError(
+                f"{self.step} was recorded {MOST} times in the last {self._steps - self._when[0]} steps, and the next one "
+                f"needs another recording.\n{reasons}"
+                "  because: Python decides by something that changes all the time, so each recording holds for a few steps\n"
+                "  do: compute with it instead (numbers that are multiplied or added are no decision), write the decision "
+                "with tensors (torch.where), or keep it in a buffer"
+            )
+        self._when.append(self._steps)
+        self.made += 1
+        return self.step if self.made == 1 else f"{self.step}#{self.made}"
+
+    def record(self, make: Callable[[Sequence[Place]], Recording], runtime: StageRuntime) -> Recording:
+        """Record with the numbers that change as inputs, or with new ones of them fixed if that is not possible.
+
+        All stages of a replica must call it; it is checked that they have recorded the same.
+        """
+        with guarded(runtime.groups):
+            with collectives_refused(runtime.root):
+                try:
+                    recording = make(list(self.numbers.values()))
+                except (CaptureError, TypeError):
+                    if not self._fix():
+                        raise
+                    recording = make(list(self.numbers.values()))
+            _check_same(self.step, recording, runtime)
+        return recording
+
+    def added(self, name: str, runtime: StageRuntime) -> list[str]:
+        """A new recording is there; returns the names of those that were dropped for it."""
+        self._new = set()
+        self.names.insert(0, name)
+        dropped = [old for old in self.names[MOST:] if old != self.step]
+        self.names = [kept for kept in self.names if kept not in dropped]
+        for old in dropped:
+            runtime.drop(old)
+        return dropped
+
+    def _fix(self) -> bool:
+        """Recording with the numbers that were added last has failed: fix them. False if there were none."""
+        self._fixed |= self._new
+        for text in self._new:
+            self.numbers.pop(text, None)
+        had, self._new = bool(self._new), set()
+        return had
+
+    def choose(
+        self, flatten: Callable[[Recording], list[Any]], runtime: StageRuntime, strict: bool = False
+    ) -> tuple[str | None, list[Any] | None]:
+        """The recording for this step and, on the first stage, its leaves. None: a new one is needed.
+
+        With `strict`, arguments that do not fit raise the error of the recording.
+        """
+        self._steps += 1
+        name: str | None = None
+        leaves: list[Any] | None = None
+        changes: list[Change] = []
+        if runtime.is_first:
+            with guarded(runtime.groups):
+                name, leaves, changes = self._fitting(flatten, runtime, strict)
+        moving = sorted({c.place.text for c in changes if c.is_number and c.place.text not in self._fixed})
+        name, moving, reason = runtime.from_first((name, moving, "; ".join(map(str, changes[:3]))))
+        if name is None:
+            self._reasons.append(reason)
+            self._move(moving, runtime)
+        elif name != self.names[0]:
+            self.names.remove(name)
+            self.names.insert(0, name)
+        return name, leaves
+
+    def _fitting(
+        self, flatten: Callable[[Recording], list[Any]], runtime: StageRuntime, strict: bool
+    ) -> tuple[str | None, list[Any] | None, list[Change]]:
+        found: list[Change] = []
+        for name in self.names:
+            recording = runtime.recording(name)
+            changes = recording.guards.changes()
+            if changes:
+                found += changes
+                continue
+            try:
+                leaves = flatten(recording)
+            except StateChanged:
+                continue
+            except CaptureError:  # another structure, type or size
+                if strict:
+                    raise
+                continue
+            # The graph sees micro-batches, so what it was specialised on is held against these.
+            if strict and not any(item.place is not None for item in recording.inputs):
+                return name, leaves, []
+            if fitting_sizes(recording, leaves, runtime.plan.microbatches) is not None:
+                return name, leaves, []
+        return None, None, found
+
+    def _move(self, texts: Sequence[str], runtime: StageRuntime) -> None:
+        """These numbers become inputs: on every rank, at the places that it found itself."""
+        here = {
+            place.text: place
+            for name in reversed(self.names)
+            for place, _ in runtime.recording(name).guards.entries
+            if place.text in texts
+        }
+        missing = [text for text in texts if text not in here]
+        if missing:
+            raise CaptureError(
+                f"{self.step}: {missing[0]} was read by the first stage and not by this one: the Python state differs "
+                "between ranks. Set it in the same way on every rank."
+            )
+        self._new = set(texts) - set(self.numbers)
+        self.numbers.update(here)
+
+
+def leaves_ahead(
+    flatten: Callable[[Recording], list[Any]], recording: Recording, microbatches: int
+) -> list[Any] | None:
+    """The leaves of a batch that is trained on later; None if the recording does not hold for it."""
+    try:
+        leaves = flatten(recording)
+    except CaptureError:
+        return None
+    return leaves if fitting_sizes(recording, leaves, microbatches) is not None else None
+
+
+def _check_same(step: str, recording: Recording, runtime: StageRuntime) -> None:
+    """All stages of a replica have recorded the same; else say which value of the Python state differs between them."""
+    if runtime.groups is None:
+        return
+    mine = (recording.hash, recording.guards.values())
+    found = gather_objects(mine, runtime.groups, inside_replica=True)
+    for stage, (digest, values) in enumerate(found):
+        if digest != found[0][0]:
+            first = found[0][1]
+            differing = [
+                f"{text} is {first.get(text, 'not read')} on stage 0 and {values.get(text, 'not read')} on stage {stage}"
+                for text in {**first, **values}
+                if first.get(text) != values.get(text)
+            ]
+            raise CaptureError(
+                f"{step}: stage 0 and stage {stage} have recorded different graphs.\n"
+                f"  because: {differing[0] if differing else 'the model or the step differs between the processes'}\n"
+                "  do: set the state that the step reads in the same way on every rank"
+            )

@@ -1,0 +1,148 @@
+"""`pipepart plan`: the plan of a recipe or of any module, for this machine or for a cluster; no process is started."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pipepart.build import example_microbatch
+from pipepart.cli.config import checked, compose_config
+from pipepart.cli.console import quiet_libraries, shown
+from pipepart.cli.train import resolve_devices
+from pipepart.cost.cluster import Cluster, cluster_from
+from pipepart.errors import ConfigError
+from pipepart.options import Options
+from pipepart.planning import Plan, check_request
+from pipepart.planning import plan as plan_for
+from pipepart.recording import Recording, record, record_step
+from pipepart.recording.inputs.batching import check_batch_dim
+from pipepart.runtime import Mesh, fit_mesh
+
+__all__ = ["made_by", "plan"]
+
+_DTYPES = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
+_ASKED = (
+    "stages", "replicas", "microbatches", "schedule", "chunks", "slack", "keep_together", "split_at", "recompute",
+    "memory_limit",
+)  # fmt: skip
+
+
+def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False, output: Path | None = None) -> int:
+    """Plan what the overrides describe, or `module:callable`; print the table or JSON, and write it if asked to."""
+    quiet_libraries()
+    named = [word for word in words if ":" in word and "=" not in word]
+    overrides = [word for word in words if word not in named]
+    if len(named) > 1:
+        raise ConfigError(f"one module:callable at a time, got {' and '.join(named)}")
+    config = checked(compose_config(overrides, "plan", extra))
+    strategy = config["strategy"]
+    check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"], strategy["recompute"])
+    cluster = None if config["cluster"].get("measured") else cluster_from(config["cluster"])
+    found, notes = _plan_for(config, cluster, named[0] if named else None)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        found.save(output)
+    if as_json:
+        print(found.to_json())
+        return 0
+    title = named[0] if named else f"recipe {config['name']}"
+    print(f"pipepart plan  {title} for {'this machine' if cluster is None else cluster.name}\n\n{found.describe()}")
+    for note in notes:
+        print(f"note       {note}")
+    if output is not None:
+        print(f"\nplan  {shown(output)}")
+    return 0
+
+
+def _devices(config: dict[str, Any], cluster: Cluster | None) -> int:
+    stages, replicas = config["strategy"]["stages"], config["strategy"]["replicas"]
+    fixed = isinstance(stages, int) and isinstance(replicas, int)
+    if cluster is not None and config["devices"] == "auto" and not fixed:
+        return cluster.size
+    return resolve_devices(config) * int(config["launcher"]["nodes"])
+
+
+def _plan_for(config: dict[str, Any], cluster: Cluster | None, named: str | None) -> tuple[Plan, Sequence[str]]:
+    """The plan, and what there is to say of the recorded step."""
+    strategy, devices = config["strategy"], _devices(config, cluster)
+    mesh = fit_mesh(devices, strategy["stages"], strategy["replicas"])  # also refuses what cannot be
+    check_batch_dim(strategy["batch_dim"])
+    options = Options(
+        mesh.stages, mesh.replicas, strategy["microbatches"], strategy["schedule"], batch_dim=strategy["batch_dim"]
+    )
+    step = _recipe_step(config, options, mesh) if named is None else _callable(named, options, mesh)
+    precision = str(config["trainer"]["precision"])
+    found = plan_for(
+        step.recording,
+        step.args,
+        step.kwargs,
+        cluster=cluster,
+        devices=devices,
+        batch_size=step.batch_size,
+        each_replica=True,  # every replica has a loader of its own
+        dtype=next((name for key, name in _DTYPES.items() if precision.startswith(key)), None),
+        **{name: strategy[name] for name in _ASKED},
+    )
+    return found, step.recording.notes
+
+
+@dataclass(frozen=True)
+class _Step:
+    recording: Recording
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batch_size: int
+    """Of the whole batch that the arguments are a part of."""
+
+
+def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
+    import lightning as L
+
+    from pipepart.cli.fit import build_recipe
+    from pipepart.lightning.effects import watched
+
+    L.seed_everything(int(config["seed"]), verbose=False)
+    module, data = build_recipe(config)
+    data.prepare_data()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()), None)
+    if batch is None:
+        raise ConfigError("data: the training loader gives no batch; planning needs one to know the shapes")
+    found = example_microbatch(batch, options, mesh, module)
+    module.train()
+    with watched(module, "training_step", found.batching) as finish:  # as the strategy records it for its runs
+        recording = record_step(module, "training_step", found.batch, batching=found.batching, others=found.others)
+    finish(recording)
+    return _Step(recording, (found.batch,), {}, found.sizes.batch_size)
+
+
+def made_by(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """What the user has named on the command line: called, it gives the module and the arguments of one batch."""
+    path, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(path), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{name}: {error}. Expected package.module:function") from error
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ConfigError(f"{name} returned {type(made).__name__}; expected (module, tuple of example arguments)")
+    module, arguments = made
+    return module, tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
+
+
+def _callable(name: str, options: Options, mesh: Mesh) -> _Step:
+    module, given = made_by(name)
+    found = example_microbatch((given, {}), options, mesh, module, call=True)
+    example, keywords = found.batch
+    module.train()
+    recording = record(module, example, keywords, batching=found.batching, others=found.others)
+    return _Step(recording, example, keywords, found.sizes.batch_size)

@@ -1,0 +1,250 @@
+"""A callback that records how the pipeline runs: in every logger of the trainer, and as files to look at."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
+
+from pipepart.errors import ConfigError, PlanError
+from pipepart.lightning.announce import tell
+from pipepart.lightning.pipeline_strategy import PipelineStrategy
+from pipepart.lightning.tracking import log_files
+from pipepart.recording.inputs import trees
+from pipepart.report import save_graph, save_timeline, write_report
+from pipepart.report.figures import plan_figures, step_figures
+from pipepart.runtime import StageRuntime
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.microbatch import batch_size_of
+
+__all__ = ["PipelineMonitor"]
+
+_log = logging.getLogger("pipepart.report")  # apart, for programs that say themselves where their files are
+
+
+class PipelineMonitor(Callback):
+    """Per-stage times, bubble, memory, throughput and prediction against measurement, every so many batches.
+
+    ```python
+    trainer = L.Trainer(strategy=PipelineStrategy(stages=2), callbacks=[PipelineMonitor()], logger=CSVLogger("runs"))
+    ```
+
+    All loggers of the trainer get the same figures, on rank 0. At the end `plan.json`, `graph.json`, `trace.json` and
+    `report.html` are in `folder` (by default the trainer's log directory); Weights & Biases has them as artifacts and
+    the page as a panel. A logger that fails is warned about once, and the run goes on without it. `title` is that of
+    the page (by default the name of the module's class).
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        folder: str | Path | None = None,
+        report: bool = True,
+        title: str | None = None,
+    ) -> None:
+        if every_n_steps is not None and (isinstance(every_n_steps, bool) or every_n_steps < 1):
+            raise ConfigError(f"PipelineMonitor: every_n_steps must be at least 1 or None, got {every_n_steps!r}")
+        self._every_given, self._folder_given, self._report, self._title = every_n_steps, folder, report, title
+        self.files: dict[str, Path] = {}
+        """What was written, by name (rank 0)."""
+        self._every = 0
+        self._batch = self._samples = 0
+        self._seen_steps = 0
+        self._norm: float | None = None
+        self._folder = Path()
+        self._silenced: set[int] = set()
+        self._untrace: Callable[[], None] = lambda: None
+
+    # ---- hooks
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._every = 0
+        strategy = trainer.strategy
+        if not isinstance(strategy, PipelineStrategy):
+            tell(f"pipepart: PipelineMonitor has nothing to record under {type(strategy).__name__}")
+            return
+        self._every = self._every_given or max(1, int(getattr(trainer, "log_every_n_steps", 0) or 50))
+        self._batch, self._samples, self._seen_steps, self._norm = 0, 0, len(strategy.step_times), None
+        place = trainer.log_dir  # asks all ranks
+        self._folder = Path(self._folder_given or place or trainer.default_root_dir)
+        self._untrace = _trace_when(strategy.runtime, lambda: self._due)
+        if trainer.is_global_zero:
+            self._record_plan(trainer, strategy)
+
+    @property
+    def _due(self) -> bool:
+        """Whether the figures of this batch are recorded: the same answer on every rank."""
+        return self._every > 0 and self._batch % self._every == 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch += 1
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        # With accumulation the last optimizer step may come some batches before the figures are recorded.
+        if self._every and -self._batch % self._every < trainer.accumulate_grad_batches:
+            assert isinstance(trainer.strategy, PipelineStrategy)
+            self._norm = _gradient_norm(trainer.strategy.runtime)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._every:
+            return
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipelineStrategy)
+        runtime = strategy.runtime
+        self._samples += _samples_of(batch, strategy.plan.batch_size)
+        if not self._due:
+            return
+        samples, self._samples = _in_all_replicas(runtime, self._samples), 0
+        memory = _memory_by_stage(runtime)
+        if not trainer.is_global_zero:
+            return
+        figures = step_figures(
+            strategy.plan,
+            strategy.step_times[self._seen_steps :],
+            samples=samples,
+            timeline=runtime.timeline,
+            memory=memory,
+            gradient_norm=self._norm,
+        )
+        self._seen_steps, self._norm = len(strategy.step_times), None
+        for logger in trainer.loggers:
+            self._try(logger, lambda logger=logger: logger.log_metrics(figures, step=trainer.global_step))  # type: ignore[misc]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._untrace()
+        strategy = trainer.strategy
+        if self._every and self._report and trainer.is_global_zero and isinstance(strategy, PipelineStrategy):
+            self._write_report(trainer, strategy)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._untrace()
+
+    # ---- files and loggers (rank 0)
+
+    def _record_plan(self, trainer: Trainer, strategy: PipelineStrategy) -> None:
+        plan, figures = strategy.plan, plan_figures(strategy.plan)
+        files: dict[str, Path] = {}
+        if self._report:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            files = {"plan.json": self._folder / "plan.json", "graph.json": self._folder / "graph.json"}
+            self.files.update(files)
+            plan.save(files["plan.json"])
+            save_graph(files["graph.json"], strategy.runtime.graph, strategy.runtime.costs)
+
+        def record(logger: Logger) -> None:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("pipepart/plan", f"```\n{plan.describe()}\n```")
+            else:
+                logger.log_hyperparams({"plan": figures})
+            if isinstance(logger, WandbLogger) and files:
+                log_files(logger, f"plan-{plan.hash}", "plan", files, figures)
+
+        for logger in trainer.loggers:
+            self._try(logger, lambda logger=logger: record(logger))  # type: ignore[misc]
+
+    def _write_report(self, trainer: Trainer, strategy: PipelineStrategy) -> None:
+        plan, timeline, steps = strategy.plan, strategy.runtime.timeline, strategy.step_times
+        files = {"report.html": self._folder / "report.html"}
+        if timeline is not None:
+            files["trace.json"] = save_timeline(self._folder / "trace.json", timeline)
+        write_report(
+            files["report.html"],
+            plan,
+            graph=strategy.runtime.graph,
+            costs=strategy.runtime.costs,
+            measured=timeline,
+            measured_step=statistics.median(steps[3:] or steps) if steps else None,
+            title=self._title or type(trainer.lightning_module).__name__,
+        )
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                self._try(
+                    logger,
+                    lambda logger=logger: log_files(logger, f"report-{plan.hash}", "report", files, plan_figures(plan)),  # type: ignore[misc]
+                )
+        self.files.update(files)
+        _log.info(f"pipepart: report {files['report.html']}")
+
+    def _try(self, logger: Logger, action: Callable[[], None]) -> None:
+        """Tracking must not end a run: a logger that fails is left alone from then on."""
+        if id(logger) in self._silenced:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._silenced.add(id(logger))
+            rank_zero_warn(f"{type(logger).__name__} failed ({type(error).__name__}: {error}); it gets no more figures")
+
+
+def _trace_when(runtime: StageRuntime, due: Callable[[], bool]) -> Callable[[], None]:
+    """Time every action of the steps that are due, besides those that the strategy traces; returns how to undo it."""
+    plain = runtime.train
+
+    def train(leaves: Any, **options: Any) -> Any:
+        return plain(leaves, **{**options, "trace": bool(options.get("trace")) or due()})
+
+    runtime.train = train  # type: ignore[method-assign]
+    return lambda: vars(runtime).pop("train", None)
+
+
+def _samples_of(batch: Any, otherwise: int) -> int:
+    """How many samples a batch has: the last one of an epoch may be smaller than what was planned for."""
+    try:
+        return batch_size_of(trees.leaves_of(batch))
+    except PlanError:  # no tensor in it: made on the stage
+        return otherwise
+
+
+def _in_all_replicas(runtime: StageRuntime, samples: int) -> int:
+    """The samples that all replicas have trained on; right on the first stages, which read the data."""
+    groups = runtime.groups
+    if groups is None or groups.copies is None or groups.stage != 0:
+        return samples
+    total = torch.tensor(float(samples), device=runtime.device)
+    with guarded(groups):
+        dist.all_reduce(total, group=groups.copies)
+    return int(total)
+
+
+@torch.no_grad()
+def _gradient_norm(runtime: StageRuntime) -> float:
+    """The 2-norm of all gradients of the model, before clipping; parameters that stages share count once."""
+    held = runtime.named_parameters()
+    groups = runtime.groups
+    homed = set(held) if groups is None else set(runtime.ownership.homed_at(runtime.stage))
+    square = torch.zeros((), device=runtime.device)
+    for name, parameter in held.items():
+        if name in homed and parameter.grad is not None:
+            square += parameter.grad.float().pow(2).sum()
+    if groups is not None and groups.mesh.stages > 1:
+        with guarded(groups):
+            dist.all_reduce(square, group=groups.pipeline)
+    return float(square.sqrt())
+
+
+def _memory_by_stage(runtime: StageRuntime) -> list[float]:
+    """Peak bytes of each stage's process: allocated on its GPU, or resident where it runs on the CPU."""
+    if runtime.device.type == "cuda":
+        mine = float(torch.cuda.max_memory_allocated(runtime.device))
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        mine = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    groups = runtime.groups
+    if groups is None or groups.mesh.stages == 1:
+        return [mine]
+    parts: list[Any] = [None] * groups.mesh.stages
+    with guarded(groups):
+        dist.all_gather_object(parts, mine, group=groups.pipeline)
+    return parts

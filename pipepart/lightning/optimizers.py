@@ -1,0 +1,87 @@
+"""Optimizers over a model of which each rank holds a part: their states together are those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from pipepart.recording.inputs import trees
+from pipepart.runtime import StageRuntime
+from pipepart.runtime.failure import guarded
+
+__all__ = [
+    "full_optimizer_state",
+    "gather_parts",
+    "load_full_optimizer_state",
+    "own_optimizer_state",
+    "own_part",
+    "states_to_host",
+]
+
+
+def own_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict with the states of parameters on this rank only.
+
+    Parameters of other stages are in the groups too (on the meta device), so the numbering is the same everywhere.
+    """
+    state = optimizer.state_dict()
+    return {**state, "state": own_part(optimizer, state["state"])}
+
+
+def own_part(optimizer: Optimizer, states: dict[int, Any]) -> dict[int, Any]:
+    """Of states by parameter number, those of parameters on this rank (some optimizers make them for all at once)."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        int(index): value
+        for index, value in states.items()
+        if not parameters[int(index)].is_meta and not _without_values(value)
+    }
+
+
+def _without_values(state: Any) -> bool:
+    """Whether a state was made for a parameter of another stage (which may have its values again, after the run)."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in trees.leaves_of(state))
+
+
+def states_to_host(optimizers: Sequence[Optimizer]) -> None:
+    """Move the states into host memory, as Lightning does after a run. (What was made for other stages has no values.)"""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if not _without_values(state):
+                optimizer.state[parameter] = trees.moved(state, "cpu")
+
+
+def gather_parts(part: dict[Any, Any], runtime: StageRuntime) -> dict[Any, Any] | None:
+    """The parts of all stages put together, on rank 0; None elsewhere. Every rank must call it."""
+    groups = runtime.groups
+    if groups is None:
+        return part
+    with guarded(groups):
+        parts: list[Any] | None = [None] * groups.mesh.stages if groups.stage == 0 else None
+        dist.gather_object(part, parts, groups.rank_of_stage(0), group=groups.pipeline)
+    if groups.rank != 0 or parts is None:
+        return None
+    merged: dict[Any, Any] = {}
+    for found in parts:
+        for key, value in found.items():
+            merged.setdefault(key, value)
+    return merged
+
+
+def full_optimizer_state(optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
+    """The state dict as one device would have it, on rank 0; empty elsewhere. Every rank must call it."""
+    state = own_optimizer_state(optimizer)
+    merged = gather_parts(state["state"], runtime)
+    return {} if merged is None else {**state, "state": dict(sorted(merged.items()))}
+
+
+def load_full_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Take the part of a whole state dict that belongs to parameters on this rank."""
+    own = own_part(optimizer, state["state"])
+    # Copies, since what was loaded may be mapped from the file.
+    own = trees.map_structure(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, own)
+    optimizer.load_state_dict({**state, "state": own})

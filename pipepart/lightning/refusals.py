@@ -1,0 +1,84 @@
+"""What cannot work in a pipeline is refused by name, with what to do instead, before anything is trained.
+
+Each check looks only at what is the same in every process, so that all ranks raise the same error and none waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from pipepart.errors import ConfigError
+
+__all__ = ["check_module", "check_optimizers", "check_trainer"]
+
+_CALLBACKS = {
+    "StochasticWeightAveraging": "it copies the whole model on each rank. Use pipepart.lightning.WeightEMA instead",
+    "WeightAveraging": "it copies the whole model on each rank. Use pipepart.lightning.WeightEMA instead",
+    "ModelPruning": "it replaces parameters while training, and the cut into stages holds on to them. Prune before the fit",
+    "BatchSizeFinder": "it finds the batch size by running out of memory, which would end only one stage of several. "
+    "Plan for a memory limit instead (pipepart plan)",
+}
+_PRECISIONS = (MixedPrecision, HalfPrecision, DoublePrecision)
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Features of the Trainer, for every kind of run."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind in type(callback).__mro__:
+            if kind.__name__ in _CALLBACKS and kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
+                raise ConfigError(
+                    f"the callback {type(callback).__name__} does not work in a pipeline: {_CALLBACKS[kind.__name__]}."
+                )
+    plugin = trainer.precision_plugin
+    if type(plugin) is not Precision and type(plugin) not in _PRECISIONS:
+        raise ConfigError(
+            f"the precision plugin {type(plugin).__name__} is not supported in a pipeline. Use '32-true', 'bf16-mixed', "
+            "'16-mixed', 'bf16-true', '16-true' or '64-true'."
+        )
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise ConfigError(
+            "sync_batchnorm=True is not supported in a pipeline: batch statistics are those of a micro-batch here. "
+            "Use GroupNorm or LayerNorm, or fewer micro-batches."
+        )
+
+
+def check_module(module: LightningModule) -> None:
+    """What a module does that cannot be trained in a pipeline."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{name} uses manual optimization (automatic_optimization=False). A pipeline runs forward and backward of all "
+            "micro-batches itself, so it needs automatic optimization: return the loss from training_step."
+        )
+    if is_overridden("backward", module, LightningModule):
+        raise ConfigError(
+            f"{name} overrides backward(). The backward of a pipeline runs inside its schedule, so that method would never be "
+            "called: put what it does into training_step (scaling the loss) or on_after_backward (changing gradients)."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigError(
+            f"{name}.training_step takes dataloader_iter. A pipeline cuts batches into micro-batches itself: "
+            "use training_step(self, batch, batch_idx)."
+        )
+
+
+def check_optimizers(optimizers: list[Any]) -> None:
+    if len(optimizers) > 1:
+        raise ConfigError(
+            f"configure_optimizers returned {len(optimizers)} optimizers; automatic optimization takes one. "
+            "Use parameter groups of one optimizer."
+        )
+    for optimizer in optimizers:
+        if type(optimizer).__name__ == "LBFGS":
+            raise ConfigError(
+                "LBFGS works on all parameters as one vector, and a stage has only its own: use another optimizer."
+            )
+        if type(optimizer).__name__ == "SparseAdam":
+            raise ConfigError(
+                "SparseAdam needs sparse gradients, which stages do not exchange: use sparse=False and Adam."
+            )

@@ -1,0 +1,264 @@
+"""The effects of a recorded step, done again after each step with the values of the whole batch, on every rank.
+
+Metrics are fed on the last stage, where their inputs come out; what they return goes to all stages. So every rank logs
+the same, monitors decide the same, and nobody waits for a rank that took another branch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torchmetrics import Metric, MetricCollection
+
+from pipepart.build.batch_verdict import SamplesMeet
+from pipepart.errors import PipelineError
+from pipepart.lightning.effects import Effect, Effects, outer_metrics
+from pipepart.lightning.following import Follows
+from pipepart.lightning.lazy import Later
+from pipepart.lightning.metrics import on_this_rank
+from pipepart.lightning.watched_containers import container_at
+from pipepart.recording import Recording
+from pipepart.recording.inputs import trees
+from pipepart.runtime import StageRuntime
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.microbatch import MicrobatchSizes
+from pipepart.runtime.program import StepResult
+
+__all__ = ["merge_values", "replay"]
+
+
+def replay(
+    effects: Effects, result: StepResult, recording: Recording, module: LightningModule, runtime: StageRuntime
+) -> Any:
+    """Do all effects of a step that has run; returns what the step returned."""
+    metrics = outer_metrics(module) if any(effect.on_metric for effect in effects.all) else {}
+    values: dict[int, Any] = {}
+    if effects.separate or metrics:
+        with guarded(runtime.groups):
+            values = _from_last_stage(effects, result, metrics, runtime)
+    for effect in effects.all:
+        _apply(effect, values, result, module, runtime)
+    outputs = list(result.outputs)
+    for index, later in effects.returned.items():
+        outputs[index] = later.value(values)
+    return recording.unflatten(outputs)
+
+
+def _from_last_stage(
+    effects: Effects, result: StepResult, metrics: Mapping[str, Any], runtime: StageRuntime
+) -> dict[int, Any]:
+    """Values of effects by ordinal: made on the last stage, the same everywhere."""
+    message: tuple[str | None, dict[int, Any]] = (None, {})
+    failure: Exception | None = None
+    if runtime.is_last:
+        try:
+            with on_this_rank():
+                message = (None, _values(effects, result, metrics))
+        except Exception as error:
+            failure = error
+            message = (f"{type(error).__name__}: {error}", {})
+    text, values = runtime.from_last(trees.moved(message, "cpu"))
+    if failure is not None:
+        raise failure
+    if text is not None:
+        raise PipelineError(f"the last stage failed after the step, while feeding metrics or merging values: {text}")
+    return trees.moved(values, runtime.device)
+
+
+# ---- on the last stage
+
+
+def _values(effects: Effects, result: StepResult, metrics: Mapping[str, Any]) -> dict[int, Any]:
+    known: dict[int, Any] = {}
+    for effect in effects.all:
+        if effect.on_metric:
+            known[effect.ordinal] = _feed(effect, metrics[effect.target], result, known)
+        elif any(index in effects.separate for index in effect.outputs.values()):
+            known[effect.ordinal] = [
+                _whole(effect, position, result, effects.checked) for position in sorted(effect.outputs)
+            ]
+    return known
+
+
+def _whole(effect: Effect, position: int, result: StepResult, checked: bool) -> Any:
+    """The value of the whole batch, or an error that names the effect."""
+    index = effect.outputs[position]
+    values = result.outputs[index]
+    how = effect.options.get("reduce_fx", "mean") if effect.kind == "log" else "mean"
+    name = f"self.log({effect.target!r})" if effect.kind == "log" else effect.target
+    name = f"self.{name}" if effect.kind == "set" else name
+    try:
+        whole = merge_values(values, effect.follows[position], result.sizes, how, result.laws[index])
+    except ValueError as error:
+        shapes = [tuple(value.shape) for value in values]
+        raise PipelineError(
+            f"{name}: what the step puts there cannot be put together from {len(values)} micro-batches: {error}.\n"
+            f"  expected: one dimension for the samples\n  got: tensors of the shapes {shapes}\n"
+            "  do: put values of single samples there and make the rest of them in a hook, or use microbatches=1"
+        ) from None
+    if effect.kind != "log" and (guess := _guessed(values, whole, effect.follows[position], checked)):
+        warnings.warn(
+            f"{name}: the values of micro-batches differ, and how they make up that of the whole batch is not known. {guess}. "
+            "Where that is not meant, put values of single samples there, or use microbatches=1.",
+            SamplesMeet,
+            stacklevel=2,
+        )
+    return whole
+
+
+def _guessed(values: Sequence[Any], whole: Any, follows: Follows, checked: bool) -> str:
+    """How tensors that differ were put together, if that is not known to be right; numbers are means."""
+    if len(values) == 1 or not isinstance(whole, torch.Tensor) or not whole.dim():
+        return ""
+    if whole.shape != values[0].shape:
+        known = follows.dims is not None or len({value.shape for value in values}) > 1
+        return "" if known else "They were put one after the other along the dimension that is as long as a micro-batch"
+    if checked or all(torch.equal(value, values[0]) for value in values):
+        return ""
+    return "Their mean over the samples is put there (of whole numbers the sum, of flags whether any is set)"
+
+
+def _feed(effect: Effect, metric: Any, result: StepResult, known: dict[int, Any]) -> Any:
+    """Call the metric with the whole batch, or once for each micro-batch if its arguments cannot be put together."""
+    call = getattr(metric, effect.kind)
+    parts = {position: result.outputs[index] for position, index in effect.outputs.items()}
+    if all(_can_merge(part, effect.follows[position], result.sizes) for position, part in parts.items()):
+        laws = {p: result.laws[index] for p, index in effect.outputs.items()}
+        whole = {p: merge_values(part, effect.follows[p], result.sizes, "mean", laws[p]) for p, part in parts.items()}
+        args, kwargs = _arguments(effect, whole, known)
+        return call(*args, **kwargs)
+    answers = []
+    for index in range(len(result.sizes)):
+        own = {p: part[index] if len(part) > 1 else part[0] for p, part in parts.items()}
+        args, kwargs = _arguments(effect, own, known)
+        answers.append(call(*args, **kwargs))
+    if answers[0] is None:
+        return None
+    flat, tree = [trees.leaves_of(answer) for answer in answers], trees.flatten(answers[0])[1]
+    value = trees.unflatten([merge_values(v, Follows(()), result.sizes, "mean") for v in zip(*flat)], tree)
+    if isinstance(metric, Metric):
+        metric._forward_cache = value
+    return value
+
+
+def _arguments(effect: Effect, recorded: Mapping[int, Any], known: Mapping[int, Any]) -> tuple[Any, Any]:
+    return trees.unflatten(_filled(effect, recorded, known), effect.tree)
+
+
+def _filled(effect: Effect, recorded: Mapping[int, Any], known: Mapping[int, Any]) -> list[Any]:
+    leaves = [leaf.value(known) if isinstance(leaf, Later) else leaf for leaf in effect.leaves]
+    for position, value in recorded.items():
+        leaves[position] = value
+    return leaves
+
+
+def _can_merge(values: Sequence[Any], follows: Follows, sizes: MicrobatchSizes) -> bool:
+    first = values[0]
+    if len(values) == 1 or not isinstance(first, torch.Tensor) or first.dim() == 0:
+        return True  # made once for the whole batch, or a number
+    try:
+        return follows.dim([value.shape for value in values], sizes.sizes) is not None
+    except ValueError:
+        return False
+
+
+def merge_values(
+    values: Sequence[Any], follows: Follows, sizes: MicrobatchSizes, how: Any, law: str = "unknown"
+) -> Any:
+    """One value for the batch: samples are put together, counts summed, other numbers averaged by size.
+
+    `law` says what is known of the value of the batch ("sum", "mean" over samples). For the rest, `how` is the
+    reduction that the user asked for when logging ("sum", "max", "min", or a mean). ValueError: it is not clear along
+    which dimension the samples lie.
+    """
+    first = values[0]
+    if len(values) == 1:  # one micro-batch, or made once for the whole batch
+        return first
+    if law in ("sum", "mean") and isinstance(first, torch.Tensor):
+        factors: Sequence[float] = [1] * len(values) if law == "sum" else sizes.weights
+        return torch.stack([value.detach() * factor for value, factor in zip(values, factors)]).sum(0)
+    if not isinstance(first, torch.Tensor):
+        if isinstance(first, (int, float)) and not isinstance(first, bool):
+            return sum(values) if follows.counts else _mean(list(values), sizes)
+        return values[-1]
+    dim = follows.dim([value.shape for value in values], sizes.sizes)
+    if dim is not None:
+        return torch.cat(list(values), dim)
+    stacked = torch.stack([value.detach() for value in values])
+    if how in ("max", torch.max, max):
+        return stacked.amax(0)
+    if how in ("min", torch.min, min):
+        return stacked.amin(0)
+    if first.dtype == torch.bool:
+        return stacked.any(0)
+    if how in ("sum", torch.sum, sum) or not (first.is_floating_point() or first.is_complex()):
+        if first.dim() > 0 and bool((stacked == stacked[0]).all()):
+            return first
+        return stacked.sum(0)
+    weights = torch.tensor(sizes.weights, dtype=stacked.dtype, device=stacked.device)
+    return (stacked * weights.view(-1, *[1] * first.dim())).sum(0)
+
+
+def _mean(values: list[Any], sizes: MicrobatchSizes) -> Any:
+    if all(value == values[0] for value in values):
+        return values[0]
+    return sum(value * weight for value, weight in zip(values, sizes.weights))
+
+
+# ---- on every rank
+
+
+def _apply(
+    effect: Effect, values: Mapping[int, Any], result: StepResult, module: LightningModule, runtime: StageRuntime
+) -> None:
+    if effect.on_metric:
+        if effect.kind == "forward" and not runtime.is_last:
+            _remember(module.get_submodule(effect.target), values[effect.ordinal])
+        elif effect.kind == "reset" and not runtime.is_last:
+            metric: Any = module.get_submodule(effect.target)
+            metric.reset()
+        return
+    if effect.ordinal in values:
+        recorded = dict(zip(sorted(effect.outputs), values[effect.ordinal]))
+    else:
+        recorded = {position: result.outputs[index] for position, index in effect.outputs.items()}
+    value: Any = trees.unflatten(_filled(effect, recorded, values), effect.tree)
+    if effect.kind == "log":
+        options = dict(effect.options)
+        path = options.pop("metric", None)
+        if path is not None:
+            value = module.get_submodule(path)
+        averaged = options.get("sync_dist") and any(result.laws[i] == "sum" for i in effect.outputs.values())
+        size = result.samples if averaged else result.sizes.batch_size
+        module.log(effect.target, value, **{"batch_size": size, **options})
+    elif effect.kind == "set":
+        setattr(module, effect.target, value)
+    else:
+        _put(module, effect, value)
+
+
+def _put(module: LightningModule, effect: Effect, value: Any) -> None:
+    container = container_at(module, effect.options["path"])
+    if effect.kind == "setitem":
+        container[effect.options["key"]] = value
+    elif effect.kind == "setdefault":
+        container.setdefault(effect.options["key"], value)
+    elif effect.kind == "count":
+        container.update(value)
+    else:
+        getattr(container, effect.kind)(value)
+
+
+def _remember(metric: Any, value: Any) -> None:
+    """What the metric returned for this batch, where it was not called: Lightning logs it from there."""
+    if isinstance(metric, MetricCollection):
+        for base in (str(key) for key in metric.keys(keep_base=True)):
+            name = metric._set_name(base)
+            if isinstance(value, dict) and name in value:
+                metric[base]._forward_cache = value[name]
+    else:
+        metric._forward_cache = value

@@ -1,0 +1,269 @@
+"""Checkpoints as directories: each stage writes its own part with torch.distributed.checkpoint, any shape reads them.
+
+```
+NAME.ckpt/                the directory takes its name when everything is written
+    __0_0.distcp ...      tensors: model.<name>, optimizer.<number>.<parameter>.<key>
+    .metadata             torch's index of them
+    rest.pt               what is no tensor of the model or the optimizer: loops, callbacks, groups, hyper-parameters
+    manifest.json         size and digest of each file
+```
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
+from torch.optim import Optimizer
+
+from pipepart.lightning.checkpoint_io import CheckpointError, digest_of
+from pipepart.lightning.optimizers import gather_parts, own_part
+from pipepart.runtime import StageRuntime
+
+__all__ = [
+    "bring_back",
+    "consolidate",
+    "is_sharded",
+    "load_model",
+    "load_optimizer",
+    "load_rest",
+    "save",
+    "verify_shards",
+]
+
+_REST, _MANIFEST = "rest.pt", "manifest.json"
+
+
+def is_sharded(path: Any) -> bool:
+    return Path(path).is_dir() and (Path(path) / _REST).exists()
+
+
+# ---- writing: on every rank
+
+
+def save(
+    checkpoint: dict[str, Any], path: Any, runtime: StageRuntime, together: Callable[[Callable[[], None]], None]
+) -> None:
+    """`checkpoint` has the own parts of model and optimizers. Replica 0 writes; all ranks of the world must call it.
+
+    Each step is done `together`: if it fails on one rank, it fails on all, and the checkpoint before is as it was.
+    """
+    target, groups = Path(path), runtime.groups
+    part = target.with_name(f"{target.name}.part")
+    tensors = {f"model.{name}": value for name, value in checkpoint["state_dict"].items()}
+    plain: dict[tuple[int, int, str], Any] = {}
+    for number, state in enumerate(checkpoint.get("optimizer_states", [])):
+        for index, values in state["state"].items():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optimizer.{number}.{index}.{key}"] = value.detach()
+                else:
+                    plain[(number, int(index), key)] = value
+    every_plain = gather_parts(plain, runtime)
+    first = groups is None or groups.rank == 0
+
+    def begin() -> None:
+        if first:
+            bring_back(target)
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+
+    def write() -> None:
+        if groups is None:
+            write_tensors(tensors, checkpoint_id=part, no_dist=True)
+        elif groups.replica == 0:
+            write_tensors(tensors, checkpoint_id=part, process_group=groups.pipeline)
+
+    def finish() -> None:
+        if not first:
+            return
+        rest = {**checkpoint, "state_dict": {}, "pipepart_plain_state": every_plain}
+        rest["optimizer_states"] = [{**state, "state": {}} for state in checkpoint.get("optimizer_states", [])]
+        with open(part / _REST, "wb") as file:
+            torch.save(rest, file)
+            file.flush()
+            os.fsync(file.fileno())
+        files = sorted(file for file in part.iterdir())
+        manifest = {file.name: {"bytes": file.stat().st_size, "sha256": digest_of(file)} for file in files}
+        (part / _MANIFEST).write_text(json.dumps(manifest))
+        _take_the_place_of(part, target)
+
+    try:
+        for step in (begin, write, finish):
+            together(lambda step=step: _named(step, target))  # type: ignore[misc]
+    except CheckpointError:
+        if first:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _named(step: Callable[[], None], target: Path) -> None:
+    """Say which checkpoint could not be written, and what is left."""
+    try:
+        step()
+    except (OSError, RuntimeError, CheckpointException) as error:
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        kept = f" The one that was there before is untouched: {target}." if target.exists() else ""
+        raise CheckpointError(f"the checkpoint {target} could not be written: {first}.{kept}") from error
+
+
+def _take_the_place_of(part: Path, target: Path) -> None:
+    """Both change their names in one step where the system can do that (Linux).
+
+    Elsewhere the old one steps aside first: a crash between the two steps leaves it there, and `bring_back` finds it.
+    """
+    aside = _aside(target)
+    shutil.rmtree(aside, ignore_errors=True)
+    if not target.exists():
+        os.replace(part, target)
+    elif _exchange(part, target):
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        os.replace(target, aside)
+        os.replace(part, target)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f"{target.name}.old")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    try:
+        swap = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(swap(here, os.fsencode(one), here, os.fsencode(other), both) == 0)
+
+
+def bring_back(path: Any) -> None:
+    """A crash in the middle of a save may have left the checkpoint under the name that it stepped aside to."""
+    target = Path(path)
+    if "://" not in str(path) and not target.exists() and is_sharded(_aside(target)):
+        os.replace(_aside(target), target)
+
+
+# ---- reading: each rank for itself
+
+
+def verify_shards(path: Any) -> None:
+    """Hold a directory against its manifest."""
+    folder = Path(path)
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} is damaged: no readable {_MANIFEST} ({error}).{_others(folder)}"
+        ) from error
+    for name, entry in manifest.items():
+        file = folder / name
+        if not file.exists():
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing.{_others(folder)}")
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(
+                f"the checkpoint {folder} is damaged: {name} has {size:,} bytes, and {entry['bytes']:,} were written."
+                f"{_others(folder)}"
+            )
+        if digest_of(file) != entry["sha256"]:
+            raise CheckpointError(
+                f"the checkpoint {folder} is damaged: the content of {name} is not what was written.{_others(folder)}"
+            )
+
+
+def _others(damaged: Path) -> str:
+    """The newest intact neighbour of its kind, to go on with."""
+    candidates = [path for path in damaged.parent.glob("*.ckpt") if path != damaged and is_sharded(path)]
+    for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            manifest = json.loads((path / _MANIFEST).read_text())
+            if all(digest_of(path / name) == entry["sha256"] for name, entry in manifest.items()):
+                return f" The newest intact checkpoint beside it: {path}"
+        except (OSError, ValueError):
+            continue
+    return ""
+
+
+def load_rest(path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """The checkpoint without its tensors; it remembers where they are."""
+    checkpoint: dict[str, Any] = torch.load(Path(path) / _REST, weights_only=weights_only)
+    checkpoint["pipepart_shards"] = str(path)
+    return checkpoint
+
+
+def load_model(checkpoint: dict[str, Any], runtime: StageRuntime, strict: bool) -> None:
+    """Read the parameters and buffers of this stage."""
+    reader = FileSystemReader(checkpoint["pipepart_shards"])
+    known = reader.read_metadata().state_dict_metadata
+    state = runtime.parts.state_dict()
+    wanted = {
+        name: torch.empty_like(value) for name, value in state.items() if not value.is_meta and f"model.{name}" in known
+    }
+    loaded = {f"model.{name}": value for name, value in wanted.items()}
+    read_tensors(loaded, storage_reader=reader, no_dist=True)
+    absent = {name: torch.empty(0) for name, value in state.items() if value.is_meta and f"model.{name}" in known}
+    saved = {name.removeprefix("model.") for name in known if name.startswith("model.")}
+    extra = {name: torch.empty(0) for name in saved - set(state)}
+    runtime.load_full_state_dict({**wanted, **absent, **extra}, strict)
+
+
+def load_optimizer(checkpoint: dict[str, Any], number: int, optimizer: Optimizer) -> None:
+    """Read the states of the parameters on this rank."""
+    reader = FileSystemReader(checkpoint["pipepart_shards"])
+    known = reader.read_metadata().state_dict_metadata
+    found: dict[int, dict[str, str]] = {}
+    for name in known:
+        kind, _, rest = name.partition(".")
+        if kind == "optimizer":
+            which, index, key = rest.split(".", 2)
+            if int(which) == number:
+                found.setdefault(int(index), {})[key] = name
+    own = own_part(optimizer, found)
+    buffers = {name: _empty(known[name]) for keys in own.values() for name in keys.values()}
+    read_tensors(buffers, storage_reader=reader, no_dist=True)
+    state: dict[int, dict[str, Any]] = {
+        i: {key: buffers[name] for key, name in keys.items()} for i, keys in own.items()
+    }
+    for (which, index, key), value in checkpoint["pipepart_plain_state"].items():
+        if which == number and index in state:
+            state[index][key] = value
+    optimizer.load_state_dict({**checkpoint["optimizer_states"][number], "state": state})
+
+
+def _empty(metadata: Any) -> torch.Tensor:
+    assert isinstance(metadata, TensorStorageMetadata)
+    return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+
+
+def consolidate(folder: Any, file: Any) -> None:
+    """Turn a directory into one plain `.ckpt` that Lightning loads without pipepart."""
+    from pipepart.lightning.checkpoint_io import SafeCheckpointIO
+
+    verify_shards(folder)
+    checkpoint = load_rest(folder, None)
+    reader = FileSystemReader(checkpoint.pop("pipepart_shards"))
+    tensors = {name: _empty(entry) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    read_tensors(tensors, storage_reader=reader, no_dist=True)
+    plain = checkpoint.pop("pipepart_plain_state")
+    for name, value in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            checkpoint["state_dict"][rest] = value
+        else:
+            number, index, key = rest.split(".", 2)
+            checkpoint["optimizer_states"][int(number)]["state"].setdefault(int(index), {})[key] = value
+    for (number, index, key), value in plain.items():
+        checkpoint["optimizer_states"][number]["state"].setdefault(index, {})[key] = value
+    SafeCheckpointIO().save_checkpoint(checkpoint, file)

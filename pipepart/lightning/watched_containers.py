@@ -1,0 +1,354 @@
+"""Containers that a step may fill, as ones that write down what is put into them.
+
+Lists, dicts, sets and their kin, of any name: attributes of the module, of its submodules, of their classes, of plain
+objects in them, and containers in containers. Each run of the step gets fresh ones with the items of the real ones.
+What is put in counts as an effect of the step; what is looked at is part of what the recording holds for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pipepart.errors import ConfigError
+from pipepart.recording.model_state.own_names import OWN_NAMES
+from pipepart.recording.model_state.places import Place
+from pipepart.recording.model_state.reachable import is_foreign
+from pipepart.recording.trace.patches import is_metric, is_torch_leaf
+
+__all__ = ["Path", "Touched", "Watched", "container_at", "text_of", "watched_containers"]
+
+Path = tuple[tuple[str, Any], ...]
+"""Steps from the LightningModule to a container: ("module", path), ("attr", name), ("item", key)."""
+_DEPTH = 4
+
+
+class Watch(Protocol):
+    """What a container tells of."""
+
+    touched: Touched
+
+    def put(self, kind: str, path: Path, value: Any, key: Any = None) -> None: ...
+
+
+class Touched:
+    """Which containers a step filled, and which it looked at."""
+
+    def __init__(self) -> None:
+        self.filled: set[str] = set()
+        self.read: set[str] = set()
+
+    def covers(self, place: Place) -> bool:
+        """Whether a place is in a container that the step fills and never looks at: what is there does not matter."""
+        text = place.text.removeprefix("keys of ")
+        return any(
+            text.startswith((f"{name}[", f"{name}.", f"{name},")) or (text == name and place.text != text)
+            for name in self.filled - self.read
+        )
+
+
+def text_of(path: Path) -> str:
+    """A path as the user writes it."""
+    text = "self"
+    for kind, key in path:
+        text += f"[{key!r}]" if kind == "item" else f".{key}" if key else ""
+    return text
+
+
+def container_at(module: nn.Module, path: Path) -> Any:
+    """The real container at a path."""
+    found: Any = module
+    for kind, key in path:
+        found = found.get_submodule(key) if kind == "module" else getattr(found, key) if kind == "attr" else found[key]
+    return found
+
+
+@contextmanager
+def watched_containers(module: nn.Module, watch: Watch) -> Iterator[None]:
+    """All containers that can be reached from the module, replaced for one run of the step."""
+    undo: list[Callable[[], Any]] = []
+    seen: set[int] = set()
+
+    def of_object(path: Path, values: dict[str, Any], depth: int) -> None:
+        for name, value in list(values.items()):
+            if name in OWN_NAMES or name.startswith("__"):
+                continue
+            where = (*path, ("attr", name))
+            if type(value) in _KINDS:
+                values[name] = wrapped(watch, where, value)
+                undo.append(partial(values.__setitem__, name, value))
+            elif _is_plain_object(value) and id(value) not in seen and depth < _DEPTH:
+                seen.add(id(value))
+                of_object(where, vars(value), depth + 1)
+
+    def of_class(path: Path, kind: Any) -> None:
+        for name, value in list(vars(kind).items()):
+            if type(value) in _KINDS and not name.startswith("__"):
+                setattr(kind, name, wrapped(watch, (*path, ("attr", name)), value))
+                undo.append(partial(setattr, kind, name, value))
+
+    for path, part in module.named_modules():
+        if is_metric(part) or is_torch_leaf(part):
+            continue
+        of_object((("module", path),), vars(part), 0)
+        for base in type(part).__mro__:
+            if id(base) not in seen and not is_foreign(base.__module__) and "_pipepart_original" not in vars(base):
+                seen.add(id(base))
+                of_class((("module", path),), base)
+    try:
+        yield
+    finally:
+        for put_back in reversed(undo):
+            put_back()
+
+
+def _is_plain_object(value: Any) -> bool:
+    return (
+        not isinstance(value, (torch.Tensor, nn.Module, type))
+        and isinstance(getattr(value, "__dict__", None), dict)
+        and not callable(value)
+        and (not is_foreign(type(value).__module__) or type(value).__module__ in ("types", "argparse", "queue"))
+    )
+
+
+def wrapped(watch: Watch, path: Path, value: Any, depth: int = 0) -> Any:
+    """A copy of a container that tells what is done to it."""
+    kind = _KINDS.get(type(value))
+    if kind is None or depth > _DEPTH:
+        return value
+    if isinstance(value, dict):
+        items: Any = {key: wrapped(watch, (*path, ("item", key)), item, depth + 1) for key, item in dict.items(value)}
+    else:
+        items = [wrapped(watch, (*path, ("item", i)), item, depth + 1) for i, item in enumerate(value)]
+    return kind(watch, path, items, value)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(
+            f"the step calls {name} on {text_of(self.path)}: of what is done to lists, dicts and their kin, a recorded "
+            "step can repeat append, extend, add, update and setting an item only. Do the rest in a hook."
+        )
+
+    return refuse
+
+
+def _looking(original: Any) -> Callable[..., Any]:
+    """A method of the base class that looks at what is there."""
+
+    def look(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.watch.touched.read.add(text_of(self.path))
+        return original(self, *args, **kwargs)
+
+    return look
+
+
+class Watched:
+    """A container that tells what is done to it."""
+
+    watch: Watch
+    path: Path
+
+    _base: Any = list
+
+    def pipepart_items(self) -> Any:
+        """What is there, without telling."""
+        return self._base(self._base.__iter__(self))
+
+    def _put(self, kind: str, value: Any, key: Any = None) -> None:
+        self.watch.touched.filled.add(text_of(self.path))
+        self.watch.put(kind, self.path, value, key)
+
+
+class _Sequence(Watched):
+    def append(self, value: Any) -> None:
+        self._put("append", value)
+        self._base.append(self, value)
+
+    def extend(self, values: Any) -> None:
+        values = list(values)
+        self._put("extend", values)
+        self._base.extend(self, values)
+
+    def __iadd__(self, values: Any) -> Any:
+        self.extend(values)
+        return self
+
+
+class WatchedList(_Sequence, list):
+    _pipepart_original = list
+
+    def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
+        super().__init__(items)
+        self.watch, self.path = watch, path
+
+
+class WatchedDeque(_Sequence, deque):
+    _pipepart_original = deque
+    _base = deque
+
+    def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
+        super().__init__(items, original.maxlen)
+        self.watch, self.path = watch, path
+
+    def appendleft(self, value: Any) -> None:
+        self._put("appendleft", value)
+        deque.appendleft(self, value)
+
+
+class WatchedSet(Watched, set):
+    _pipepart_original = set
+    _base = set
+
+    def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
+        super().__init__(items)
+        self.watch, self.path = watch, path
+
+    def add(self, value: Any) -> None:
+        self._put("add", value)
+        set.add(self, value)
+
+    def update(self, *others: Any) -> None:
+        for value in set().union(*others):
+            self.add(value)
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+
+class _Mapping(Watched, dict):
+    """Knows which of its items this run has put in, and which it has looked at."""
+
+    def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
+        dict.__init__(self, items)
+        self.watch, self.path = watch, path
+        self._factory = getattr(original, "default_factory", None)
+        self._is_counter = isinstance(original, Counter)
+        self._own: set[Any] = set()
+        self._seen: set[Any] = set()
+
+    def pipepart_items(self) -> Any:
+        return {key: dict.__getitem__(self, key) for key in dict.__iter__(self)}
+
+    def __getitem__(self, key: Any) -> Any:
+        value = dict.__getitem__(self, key) if dict.__contains__(self, key) else self.__missing__(key)
+        if key not in self._own and not isinstance(value, Watched):
+            self._look(key)
+        return value
+
+    def __missing__(self, key: Any) -> Any:
+        if self._is_counter:
+            return 0
+        if self._factory is None:
+            self._look(key)
+            raise KeyError(key)
+        value = self._factory()
+        if type(value) not in _KINDS:
+            return value
+        self.watch.touched.filled.add(text_of(self.path))
+        made = wrapped(self.watch, (*self.path, ("item", key)), value)
+        dict.__setitem__(self, key, made)
+        return made
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if not dict.__contains__(self, key):
+            self._look(key)
+            return default
+        return self[key]
+
+    def _look(self, key: Any) -> None:
+        self._seen.add(key)
+        self.watch.touched.read.add(text_of(self.path))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, Watched) and dict.get(self, key) is value:
+            return  # the second half of +=
+        if key in self._seen and key not in self._own:
+            raise ConfigError(
+                f"the step reads item {key!r} of {text_of(self.path)} and then sets it, as += does: a recorded step cannot "
+                "add to a Python value. Append to a list and sum it up in a hook, or use a metric of torchmetrics "
+                "(SumMetric, MeanMetric)."
+            )
+        self._own.add(key)
+        self._put("setitem", value, key)
+        dict.__setitem__(self, key, wrapped(self.watch, (*self.path, ("item", key)), value))
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if dict.__contains__(self, key):
+            return self[key]
+        self._put("setdefault", default, key)
+        self._own.add(key)
+        made = wrapped(self.watch, (*self.path, ("item", key)), default)
+        dict.__setitem__(self, key, made)
+        return made
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_counter:  # adds; what it then holds is not known here
+            given = dict(Counter(*args, **kwargs))
+            self._put("count", given)
+            return
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+
+class WatchedDict(_Mapping):
+    _pipepart_original = dict
+
+
+class WatchedOrderedDict(_Mapping):
+    _pipepart_original = OrderedDict
+
+
+class WatchedDefaultDict(_Mapping):
+    _pipepart_original = defaultdict
+
+
+class WatchedCounter(_Mapping):
+    _pipepart_original = Counter
+
+
+_KINDS: dict[type, Any] = {
+    list: WatchedList,
+    deque: WatchedDeque,
+    set: WatchedSet,
+    dict: WatchedDict,
+    OrderedDict: WatchedOrderedDict,
+    defaultdict: WatchedDefaultDict,
+    Counter: WatchedCounter,
+}
+_CHANGING = {
+    list: ("__setitem__", "__delitem__", "__imul__", "insert", "pop", "remove", "clear", "sort", "reverse"),
+    deque: ("__setitem__", "__delitem__", "__imul__", "insert", "pop", "popleft", "remove", "clear", "rotate",
+            "reverse", "extendleft"),
+    set: ("discard", "remove", "pop", "clear", "difference_update", "intersection_update",
+          "symmetric_difference_update", "__iand__", "__isub__", "__ixor__"),
+    dict: ("__delitem__", "pop", "popitem", "clear", "move_to_end", "subtract"),
+}  # fmt: skip
+_LOOKING = ("__iter__", "__len__", "__contains__", "__eq__", "__reversed__", "keys", "values", "items", "copy", "index",
+            "count", "__or__", "__and__", "__sub__", "union", "issubset", "__add__")  # fmt: skip
+
+
+def _install() -> None:
+    base: Any
+    kind: Any
+    for base, kind in ((list, WatchedList), (deque, WatchedDeque), (set, WatchedSet), (dict, _Mapping)):
+        for name in _CHANGING[base]:
+            setattr(kind, name, _refused(name))
+        looking = (*_LOOKING, "__getitem__") if base in (list, deque) else _LOOKING
+        for name in looking:
+            if hasattr(base, name):
+                setattr(kind, name, _looking(getattr(base, name)))
+
+
+_install()

@@ -1,0 +1,398 @@
+"""Pipelines for plain PyTorch loops: one process per device, started by torchrun."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipepart.build.agreement import agree_on_plan, example_microbatch, prove_laid
+from pipepart.build.batch_verdict import Samples, SamplesMeet, agree_on_samples
+from pipepart.build.foreign_collectives import collectives_refused
+from pipepart.build.step_variants import Variants, leaves_ahead
+from pipepart.build.verification import reference_of, verification
+from pipepart.errors import PlanError
+from pipepart.options import Options, check_loss
+from pipepart.planning import Plan, check_request
+from pipepart.recording import Recording, record
+from pipepart.recording.inputs import trees
+from pipepart.recording.inputs.batching import BatchDim, check_batch_dim
+from pipepart.runtime.batch_norm import check_batch_norm
+from pipepart.runtime.device import limit_threads
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.launch import join_job, processes_on_this_host, world_size
+from pipepart.runtime.meeting import broadcast_object
+from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
+from pipepart.runtime.microbatch import Whole
+from pipepart.runtime.randomness import check_randomness
+from pipepart.runtime.stage import StageRuntime
+from pipepart.runtime.transport import check_transport
+from pipepart.samples.pieces import pieces_of
+from pipepart.samples.window import NOT_KNOWN_AHEAD, CountsAlike
+from pipepart.schedule import Timeline
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """A model, or a step that returns its loss, spread over the processes of this job.
+
+    ```python
+    model = MyModel()                                   # built the same way on every rank
+    pipe = Pipeline(model, (inputs, targets), stages=2, microbatches=8)
+    optimizer = torch.optim.AdamW(pipe.parameters())    # this rank's share
+    for inputs, targets in loader:
+        loss = pipe.step(inputs, targets)               # all micro-batches, forward and backward
+        optimizer.step()
+        optimizer.zero_grad()
+    ```
+
+    `module_or_step` is a module whose forward returns the loss, or a bound method of a module that does. The example
+    has the shapes of a whole batch. Under `torchrun` every rank makes the same calls; the batch of the first stage of
+    each replica is the one that counts.
+    """
+
+    def __init__(
+        self,
+        module_or_step: nn.Module | Callable[..., Any],
+        example_args: Sequence[Any] = (),
+        example_kwargs: Mapping[str, Any] | None = None,
+        *,
+        plan: Plan | None = None,
+        stages: int | str = "auto",
+        replicas: int | str = "auto",
+        microbatches: int | str = "auto",
+        schedule: str = "auto",
+        chunks: int | str = "auto",
+        slack: int | str = "auto",
+        keep_together: Sequence[Sequence[str]] = (),
+        split_at: Sequence[str] | None = None,
+        timeout: float = 300.0,
+        transport: str = "auto",
+        recompute: bool | str = "auto",
+        memory_limit: float | None = None,
+        batch_norm: str = "microbatch",
+        loss: str = "batch",
+        randomness: str = "op",
+        verify: bool = False,
+        batch_dim: BatchDim = 0,
+    ) -> None:
+        check_batch_norm(batch_norm)
+        check_loss(loss)
+        check_randomness(randomness)
+        check_batch_dim(batch_dim)
+        check_request(schedule, microbatches, stages, recompute)
+        check_transport(transport)
+        options = Options(
+            stages=plan.stages if plan else stages,
+            replicas=plan.replicas if plan else replicas,
+            microbatches=microbatches,
+            schedule=schedule,
+            chunks=chunks,
+            slack=slack,
+            keep_together=keep_together,
+            split_at=split_at,
+            plan=plan,
+            timeout=timeout,
+            transport=transport,
+            recompute=recompute,
+            memory_limit=memory_limit,
+            batch_norm=batch_norm,
+            loss=loss,
+            randomness=randomness,
+            verify=verify,
+            batch_dim=batch_dim,
+        )
+        self._device = join_job(timedelta(seconds=timeout))
+        mesh = fit_mesh(world_size(), options.stages, options.replicas)
+        limit_threads(processes_on_this_host())
+        groups = Groups.create(mesh, timedelta(seconds=timeout)) if mesh.world_size > 1 else None
+        self._target = module_or_step
+        with guarded(groups):  # a rank that fails alone, wherever that is, is not waited for
+            text = self._build(tuple(example_args), dict(example_kwargs or {}), options, mesh, groups)
+        if text and (groups is None or groups.rank == 0):
+            warnings.warn(text, SamplesMeet, stacklevel=2)
+        self._variants = {name: Variants(name, [name], 1) for name in ("step", "evaluate")}
+        self._nothing = nn.Parameter(torch.empty(0, device=self._device))
+        """What stands for the parameters of a stage that has none."""
+        self._trace = False
+        self._accumulating = False
+        self._continues = False
+        """The last step was one of `accumulate`, and its gradients wait for the next."""
+        self.steps_done = self.evaluations_done = 0
+        """Counts that `randomness="op"` seeds by; set them when a run goes on from a checkpoint."""
+
+    def _build(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, mesh: Mesh, groups: Groups | None
+    ) -> str:
+        """Record on the first micro-batch, agree on a plan, keep this rank's stage; what to say of samples that meet."""
+        root = _root_of(self._target)
+        whole: tuple[tuple[Any, ...], dict[str, Any]] = trees.moved((args, kwargs), self._device)
+        self._whole = whole
+        self._found = found = example_microbatch(whole, options, mesh, root, call=True)
+        self._example, self._usual = example, usual = found.batch, found.sizes
+        root.to(self._device)
+        was_training = root.training
+        root.train()
+        with collectives_refused(root):
+            training = record(self._target, *example, batching=found.batching, others=found.others)
+        samples = self._samples(training, groups, options.loss)
+        options = samples.options(options)
+        agreed, graph, costs = agree_on_plan(training, training.flatten(*example), options, mesh, usual, groups)
+        root.eval()
+        with collectives_refused(root):
+            evaluation = record(self._target, *example, like=training, batching=found.batching, others=found.others)
+        evaluated = self._samples(evaluation, groups, options.loss)
+        prove_laid(evaluation, evaluation.flatten(*example), agreed, graph, groups, backward=False)
+        root.train(was_training)
+        reference = reference_of(training, *whole, agreed.microbatches, pieces=found.pieces) if options.verify else None
+        self._runtime = StageRuntime(
+            root, agreed, graph, training, groups, self._device, "step", options, costs, samples.cut
+        )
+        self._runtime.add("evaluate", evaluation, evaluated.cut)
+        if reference is not None:
+            names = {i: f"output {i}" for i in range(len(reference.whole)) if i != training.loss_index}
+            table = verification(self._runtime, reference, {training.loss_index or 0: "loss", **names})
+            if groups is None or groups.rank == 0:
+                notes = [f"note       {note}" for note in training.notes if note.startswith("gradients")]
+                print("\n".join([table, *notes]), flush=True)
+        self._runtime.seeds.seed = _seed_of_rank_zero(groups)
+        return samples.text
+
+    def _samples(self, recording: Recording, groups: Groups | None, loss: str, inside_replica: bool = False) -> Samples:
+        return agree_on_samples(
+            recording, *self._whole, self._usual.sizes[0], groups, frozenset(), inside_replica, loss, self._found.pieces
+        )
+
+    @property
+    def plan(self) -> Plan:
+        return self._runtime.plan
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module: the whole tree of names. Any use of a parameter of another stage is an error that names it."""
+        return self._runtime.root
+
+    @property
+    def stage(self) -> int:
+        return self._runtime.stage
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """Replicas x stages as a `torch.distributed` mesh; None in a job of one process."""
+        return self._runtime.groups.device_mesh if self._runtime.groups is not None else None
+
+    # ---- running
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One training step: all micro-batches forward and backward. Gradients are added to `.grad` of the local parameters.
+
+        Returns what the step returned for the whole batch of this replica: the loss and other scalars on every rank;
+        tensors with a batch dimension are put together on the last stage (None elsewhere).
+        """
+        return self._step(args, kwargs, ())
+
+    def steps(self, batches: Sequence[Sequence[Any] | Mapping[str, Any]]) -> list[Any]:
+        """One training step on each batch, whose gradients make one step of the optimizer; returns what each returned.
+
+        A batch is a tuple of arguments or a dict of keyword arguments. This is `accumulate` with all batches known from
+        the beginning: also a loss whose terms are divided by different numbers (`mlm / tokens + nsp / pairs`) is divided
+        by those of all batches. As in a loop that calls `backward` for each batch, `.grad` is `len(batches)` times the
+        gradient of all of them at once, and of a plain sum the gradient of all of them.
+
+        ```python
+        pipe.steps([(inputs, targets) for inputs, targets in islice(loader, 4)])
+        optimizer.step()
+        ```
+        """
+        calls = [((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {}) for batch in batches]
+        results = []
+        for index, call in enumerate(calls):
+            last = index == len(calls) - 1
+            with nullcontext() if last else self.accumulate():
+                results.append(self._step(*call, calls[1:] if index == 0 else ()))
+        return results
+
+    def _step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ahead: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> Any:
+        self.module.train()
+        name, leaves = self._recording_for("step", args, kwargs)
+        wide = self._runtime.weighed(name).wide
+        if wide and self._accumulating and not self._continues and not ahead:
+            warnings.warn(
+                f"{NOT_KNOWN_AHEAD}. Use Pipeline.steps([batch, batch]), which knows all of them.",
+                CountsAlike,
+                stacklevel=3,
+            )
+        coming = [self._leaves_ahead(name, call) for call in ahead] if wide and self._runtime.is_first else []
+        key = self._runtime.seeds.of_step("step", self.steps_done)
+        self.steps_done += 1
+        result = self._runtime.train(
+            leaves,
+            name=name,
+            trace=self._trace,
+            reduce=not self._accumulating,
+            continues=self._continues,
+            ahead=coming,
+            draw_key=key,
+        )
+        self._continues = self._accumulating
+        self._runtime.hand_over()
+        self._nothing.grad = torch.zeros_like(self._nothing)
+        return self._runtime.recording(name).unflatten(result.outputs)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Steps inside keep their gradients on this rank; the next step outside reduces all of them together.
+
+        All replicas must make the same number of steps inside.
+
+        ```python
+        with pipe.accumulate():
+            pipe.step(first_half)
+        pipe.step(second_half)  # now `.grad` has the sum of both, over all replicas
+        ```
+
+        Batches count by what their losses are divided by (tokens, samples): `.grad` is twice the gradient of both
+        batches at once. If a loss has terms that are divided by different numbers, batches count alike here, and a warning
+        says so: `steps` takes all batches at once, and divides by their numbers together.
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward in eval mode; the merged outputs are on every rank."""
+        was_training = self.module.training
+        self.module.eval()
+        key = self._runtime.seeds.of_step("evaluate", self.evaluations_done)
+        self.evaluations_done += 1
+        try:
+            name, leaves = self._recording_for("evaluate", args, kwargs)
+            result = self._runtime.evaluate(name, leaves, draw_key=key)
+        finally:
+            self.module.train(was_training)
+        return self._runtime.recording(name).unflatten(result.outputs)
+
+    def _recording_for(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+        """The name of a recording that holds for the Python state as it is, and on the first stage its leaves."""
+        variants, flatten = self._variants[step], self._flattener(args, kwargs)
+        name, leaves = variants.choose(flatten, self._runtime, strict=True)
+        if name is None:
+            self._add(variants, step)
+            name, leaves = variants.choose(flatten, self._runtime, strict=True)
+        if name is None:  # it holds for the example: the graph itself says why it does not for this batch
+            name = variants.names[0]
+            leaves = flatten(self._runtime.recording(name)) if self._runtime.is_first else None
+        return name, leaves
+
+    def _flattener(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[Recording], list[Any]]:
+        def flatten(recording: Recording) -> list[Any]:
+            leaves = self._on_device(recording.flatten(args, kwargs))
+            given, options = (args, kwargs), self._runtime.options
+            pieces = pieces_of(given, self.module, options.batch_dim, True, self.plan.microbatches)
+            if pieces is None:
+                return leaves
+            return Whole(leaves, pieces, given, lambda call: self._on_device(recording.flatten(*call)))
+
+        return flatten
+
+    def _leaves_ahead(self, name: str, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any] | None:
+        """The leaves of a batch that is trained on later; None if the recording does not hold for it."""
+        return leaves_ahead(self._flattener(*call), self._runtime.recording(name), self.plan.microbatches)
+
+    def _on_device(self, leaves: list[Any]) -> list[Any]:
+        return [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    @torch.enable_grad()
+    def _add(self, variants: Variants, step: str) -> None:
+        """Record once more, on the example: the Python state is not what it was."""
+        runtime, name, found = self._runtime, variants.new_name(), self._found
+        with runtime.parts.gathered():
+            recording = variants.record(
+                lambda numbers: record(
+                    self._target,
+                    *self._example,
+                    like=runtime.recording(step),
+                    numbers=numbers,
+                    batching=found.batching,
+                    others=found.others,
+                ),
+                runtime,
+            )
+            samples = self._samples(recording, runtime.groups, runtime.options.loss, inside_replica=True)
+            leaves, trains = recording.flatten(*self._example), step == "step"
+            prove_laid(
+                recording, leaves, self.plan, runtime.graph, runtime.groups, backward=trains, inside_replica=True
+            )
+            runtime.add(name, recording, samples.cut)
+        variants.added(name, runtime)
+
+    def record_trace(self, on: bool = True) -> None:
+        """Time every action of the following training steps; `trace` then has the last one."""
+        self._trace = on
+
+    @property
+    def trace(self) -> Timeline:
+        """The measured timeline of the last traced step, of all stages of this replica."""
+        if self._runtime.timeline is None:
+            raise PlanError("no step was traced: call record_trace() before step()")
+        return self._runtime.timeline
+
+    # ---- parameters
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this stage, for the optimizer of this rank.
+
+        A stage of a small model may have none. Optimizers refuse an empty list, so there is one without elements then; like
+        the others it has a gradient after a step.
+        """
+        return iter(list(self._runtime.named_parameters().values()) or [self._nothing])
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this stage with their full names; a stage may have none."""
+        return iter(self._runtime.named_parameters().items())
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradients by their norm over the whole model; returns that norm."""
+        return self._runtime.clip_grad_norm(list(self.parameters()), max_norm)
+
+    def whole_parameters(self, gradients: bool = False) -> AbstractContextManager[None]:
+        """Inside, every rank sees all parameters (and gradients) and buffers of `module`. All ranks must enter together.
+
+        What is written to a parameter inside holds on the stages that have it, so every rank must write the same.
+        """
+        return self._runtime.parts.gathered(gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model by full names on rank 0, empty elsewhere. Every rank must call it."""
+        return self._runtime.full_state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Load this stage's part of a state dict of the whole model."""
+        self._runtime.load_full_state_dict(state, strict)
+
+
+def _seed_of_rank_zero(groups: Groups | None) -> int:
+    seed = torch.initial_seed()
+    return seed if groups is None else int(broadcast_object(seed, 0, groups))
+
+
+def _root_of(module_or_step: nn.Module | Callable[..., Any]) -> nn.Module:
+    root = module_or_step if isinstance(module_or_step, nn.Module) else getattr(module_or_step, "__self__", None)
+    if not isinstance(root, nn.Module):
+        raise PlanError(
+            f"expected a module or a bound method of a module, got {type(module_or_step).__name__}. "
+            "Put the step into a method of the module that holds the parameters."
+        )
+    return root

@@ -1,0 +1,1 @@
+"""The proof of a recording and of its chunks: outputs, buffers and gradients are those of the model."""

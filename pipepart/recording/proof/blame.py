@@ -1,0 +1,251 @@
+"""Which op is at fault when a recording does not give what the model gives.
+
+Two traced runs, of the model and of the recording, remember of each op a print of its value and where gradients of it
+go in autograd's graph. Values are compared from the inputs on, gradients from the loss back: the op is named whose
+inputs are right and whose result is not, or the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+
+from pipepart.recording.execution.ops_run import resolve
+from pipepart.recording.proof.outcome import Difference, compact, distance, tolerance_of
+from pipepart.recording.trace.facts import Fact, gradient_edge, storage_of
+
+__all__ = ["Trace", "TracedGraph", "blame", "where_is"]
+
+
+class Trace:
+    """What a run gave op by op: its values, and after `backward` their gradients."""
+
+    def __init__(self, keep: Callable[[str], bool] = lambda name: True) -> None:
+        self.keep = keep
+        self.values: dict[str, torch.Tensor] = {}
+        self.edges: dict[str, Any] = {}
+        self.gradients: dict[str, torch.Tensor | None] = {}
+
+    def see(self, name: str, tensor: torch.Tensor) -> None:
+        """The value of an op, at the time it is computed: later ops may change it."""
+        if not self.keep(name):
+            return
+        with torch._C.DisableTorchFunction():
+            self.values[name] = compact(tensor.detach()).clone()
+            edge = gradient_edge(tensor) if tensor.requires_grad and not tensor.is_inference() else None
+            if edge is not None:
+                self.edges[name] = edge
+            else:
+                self.edges.pop(name, None)
+
+    def backward(self, roots: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> None:
+        """Gradients of all values that were seen; autograd's graph stays for `through`."""
+        if not roots or not self.edges:
+            return
+        found = torch.autograd.grad(
+            list(roots), list(self.edges.values()), list(cotangents), allow_unused=True, retain_graph=True
+        )
+        self.gradients = {name: None if g is None else g.detach() for name, g in zip(self.edges, found)}
+
+    def through(self, outputs: dict[str, torch.Tensor], target: Any) -> torch.Tensor | None:
+        """The gradient that reaches `target` (a value by name, or a tensor) from these gradients of values."""
+        known = {name: g for name, g in outputs.items() if name in self.edges}
+        edge = self.edges.get(target) if isinstance(target, str) else target
+        if not known or edge is None:
+            return None
+        found = torch.autograd.grad(
+            [self.edges[name] for name in known], [edge], list(known.values()), allow_unused=True, retain_graph=True
+        )
+        return None if found[0] is None else found[0].detach()
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """The graph of a traced run of the model, and what was seen of its ops."""
+
+    graph: fx.Graph
+    facts: Mapping[fx.Node, Fact]
+
+
+def where_is(node: fx.Node) -> str:
+    """Module and line of an op, in words."""
+    meta = node.meta.get("op")
+    return f"module {meta.module!r} at {meta.source}" if meta is not None else "input"
+
+
+class _Case:
+    """The model's traced run and the recording's, side by side."""
+
+    def __init__(
+        self,
+        model: Trace,
+        recorded: Trace,
+        graph: TracedGraph,
+        recording: fx.Graph,
+        root: nn.Module,
+    ):
+        self.model, self.recorded, self.root = model, recorded, root
+        self.facts = graph.facts
+        self.nodes = {node.name: node for node in graph.graph.nodes}
+        self.position = {name: i for i, name in enumerate(self.nodes)}
+        self.kept = {node.name: node for node in recording.nodes}
+
+    def op(self, name: str) -> str:
+        """An op by its name, with where it is."""
+        node = self.kept.get(name)
+        if node is not None and "op" in node.meta:
+            return f"op {name} ({where_is(node)})"
+        if name in self.nodes:
+            missing = "" if name in self.kept else ", which is missing in the recording"
+            fact = self.facts[self.nodes[name]]
+            return f"op {name} (module {fact.module!r} at {fact.source}){missing}"
+        return f"op {name}"
+
+    def differ(self, a: torch.Tensor | None, b: torch.Tensor | None, exact: bool = False) -> bool:
+        if a is None or b is None:
+            return (a is None) != (b is None)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return True
+        worst, scale = distance(compact(a), compact(b))
+        return worst > (0.0 if exact else tolerance_of(b.dtype) * scale)
+
+    # ---------------------------------------------------------------- values
+
+    def first_value(self) -> str | None:
+        for exact in (False, True):
+            for name, value in self.model.values.items():
+                if name in self.recorded.values and self.differ(self.recorded.values[name], value, exact):
+                    return self._missing_before(name) or name
+        return None
+
+    def _missing_before(self, name: str) -> str | None:
+        """An op that the model runs just before this one, and the recording does not."""
+        for source in self.nodes[name].all_input_nodes:
+            if source.name not in self.kept and self.facts[source].number is None and source.op.startswith("call"):
+                return source.name
+        return None
+
+    def writer_of(self, buffer: str) -> str | None:
+        """The first op that writes to a buffer; ops that are missing in the recording come first."""
+        memory = storage_of(resolve(self.root, buffer))
+        writing = [name for name, node in self.nodes.items() if memory in self.facts[node].mutates]
+        users = self.users_of_tensor(buffer)
+        writing += [name for name in users if self.nodes[name].op == "call_module"]
+        lost = [name for name in writing if name not in self.kept]
+        return next(iter([*lost, *writing, *users]), None)
+
+    # ---------------------------------------------------------------- gradients
+
+    def first_mode(self) -> tuple[str, bool] | None:
+        """The first op that is run with gradients in one run and without in the other, and in which one."""
+        for name in self.model.values:
+            if name in self.recorded.values and (name in self.model.edges) != (name in self.recorded.edges):
+                return self._missing_before(name) or name, name in self.model.edges
+        return None
+
+    def first_gradient(self, wrong: Iterable[str]) -> tuple[str, str] | None:
+        """The op whose backward is at fault, and what of its inputs gets another gradient."""
+        things: list[tuple[int, str, list[str], Any]] = []
+        for name in self.nodes:
+            a, b = self.recorded.gradients.get(name), self.model.gradients.get(name)
+            if self.nodes[name].op == "get_attr":
+                continue
+            if (name in self.recorded.edges or name in self.model.edges) and self.differ(a, b):
+                users = [user.name for user in self.nodes[name].users]
+                things.append((self._last(users, name), name, users, name))
+        for name in wrong:
+            if name.startswith("input "):
+                continue
+            users = self.users_of_tensor(name)
+            things.append((self._last(users, ""), f"parameter {name!r}", users, resolve(self.root, name)))
+        if not things:
+            return None
+        _, thing, users, target = max(things, key=lambda item: item[0])
+        return self._culprit(thing, users, target), thing
+
+    def _last(self, users: list[str], name: str) -> int:
+        return max((self.position[user] for user in users), default=self.position.get(name, -1))
+
+    def _culprit(self, thing: str, users: list[str], target: Any) -> str:
+        users = sorted((user for user in users if self.nodes[user].op != "output"), key=self.position.__getitem__)
+        silent = []
+        for user in users:
+            parts = [user, *(part.name for part in self.nodes[user].users if _is_part(part))]
+            flow = {name: g for name in parts if (g := self.model.gradients.get(name)) is not None}
+            if not flow:
+                silent.append(user)
+                continue
+            if not any(name in self.kept for name in parts):
+                return user
+            try:
+                a, b = self.recorded.through(flow, target), self.model.through(flow, target)
+            except RuntimeError:
+                continue
+            if self.differ(a, b):
+                hooks = [n.name for n in self.nodes[user].users if n.target == "register_hook"]
+                return next(iter(hooks), user)  # gradients are seen before the hooks of a tensor change them
+        lost = [user for user in users if user not in self.kept]
+        choice = next(iter([*lost, *silent]), None)
+        return choice or (thing if thing in self.nodes else users[-1] if users else thing)
+
+    def users_of_tensor(self, name: str) -> list[str]:
+        """The ops that use a parameter or buffer, in program order, under whatever name it goes there."""
+        tensor = resolve(self.root, name)
+        found = []
+        for node in self.nodes.values():
+            if node.op == "call_module":
+                module = self.root.get_submodule(str(node.target))
+                if any(tensor is own for own in [*module.parameters(), *module.buffers()]):
+                    found.append(node.name)
+            elif any(source.op == "get_attr" and self._reads(source, tensor) for source in node.all_input_nodes):
+                found.append(node.name)
+        return found
+
+    def _reads(self, node: fx.Node, tensor: torch.Tensor) -> bool:
+        try:
+            return resolve(self.root, str(node.target)) is tensor
+        except AttributeError:  # a constant of the recording
+            return False
+
+
+def _is_part(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in ("getitem", "getattr")
+
+
+def blame(
+    model: Trace,
+    recorded: Trace,
+    graph: TracedGraph,
+    recording: fx.Graph,
+    root: nn.Module,
+    found: Sequence[Difference],
+) -> str:
+    """One sentence on the op at fault; empty if none stands out. `graph` is that of the model's traced run."""
+    case = _Case(model, recorded, graph, recording, root)
+    if any(item.kind == "output" for item in found):
+        name = case.first_value()
+        return f"the values part at {case.op(name)}: what goes into it is right, what comes out is not" if name else ""
+    buffers = [item.name for item in found if item.kind == "buffer"]
+    if buffers:
+        name = case.first_value() or case.writer_of(buffers[0])
+        return f"buffer {buffers[0]!r} is written by {case.op(name)}" if name else ""
+    mode = case.first_mode()
+    if mode is not None:
+        where = ("model", "recording") if mode[1] else ("recording", "model")
+        needs = "requires a gradient in the {} and not in the {}".format(*where)
+        return f"the gradients part at {case.op(mode[0])}: from here on the result {needs}"
+    culprit = case.first_gradient(item.name for item in found)
+    if culprit is None:
+        return ""
+    op, thing = culprit
+    if op == thing:
+        return f"the gradients part at {case.op(op)}: those of all that uses it are right, its own is not"
+    if case.nodes[op].target == "register_hook":
+        return f"the gradients part at {case.op(op)}: the hook changes the gradient in another way"
+    of = thing if thing.startswith("parameter") else f"its input {thing}"
+    return f"the gradients part at {case.op(op)}: that of its result is right, that of {of} is not"

@@ -1,0 +1,367 @@
+"""Record a module or a function: run it on the example, at several sizes, until the graph is right for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+
+from pipepart.errors import CaptureError
+from pipepart.machine import check_products, products
+from pipepart.recording.annotate import annotate
+from pipepart.recording.generalise import variants
+from pipepart.recording.generalise.explanations import put_back
+from pipepart.recording.generalise.simplify import simplify
+from pipepart.recording.generalise.study import Study
+from pipepart.recording.inputs import trees
+from pipepart.recording.inputs.batching import Batching, first_in_result
+from pipepart.recording.inputs.leaves import describe_leaf, named, short_path
+from pipepart.recording.model_state import state
+from pipepart.recording.model_state.places import Place, is_number, number_of
+from pipepart.recording.model_state.setup import Setup
+from pipepart.recording.model_state.side_effects import Effects
+from pipepart.recording.proof.against import prove_call
+from pipepart.recording.recording import ANY, GuardError, Input, LogCall, Recording
+from pipepart.recording.trace.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
+from pipepart.recording.trace.runs import (
+    Call,
+    Retry,
+    Run,
+    RunFailed,
+    Settings,
+    eager,
+    found_caches,
+    keep_whole,
+    remember,
+    run_once,
+    settle,
+)
+
+__all__ = ["Call", "call_of", "record", "record_call"]
+
+
+def record(
+    target: nn.Module | Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    root: nn.Module | None = None,
+    like: Recording | None = None,
+    numbers: Sequence[Place] = (),
+    batching: Batching | None = None,
+    others: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
+) -> Recording:
+    """Record a module, a bound method of a module, or a function that uses the modules of `root`.
+
+    It is run on the example in the current mode (train or eval); buffers, gradients and random state stay as they are.
+    `like` is a recording of the same call in the other mode: sizes that were fixed there are taken as fixed. `numbers`
+    are places of the Python state whose numbers are inputs of the graph. `batching` says which leaves hold the samples;
+    `others` are further examples, for batches whose rows cannot be left out.
+    """
+    return record_call(call_of(target, args, kwargs, root, batching, others), like, numbers)
+
+
+def call_of(
+    target: nn.Module | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    root: nn.Module | None,
+    batching: Batching | None = None,
+    others: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
+) -> Call:
+    """The call of a module, a bound method of one, or a function with `root` as one of flat leaves."""
+    if isinstance(target, nn.Module):
+        root = root or target
+    elif root is None:
+        root = getattr(target, "__self__", None)
+        if not isinstance(root, nn.Module):
+            raise CaptureError(f"record({target!r}): give root=, the module whose parameters the function uses")
+    leaves, tree = trees.flatten((tuple(args), dict(kwargs or {})))
+    paths = [short_path(target, path) for path in trees.leaf_paths(tree)]
+    leaves = leaves if batching is None else batching.first(leaves)
+    inputs = tuple(describe_leaf(leaf, path, numbers=False) for leaf, path in zip(leaves, paths))
+    moved: list[int] = []
+
+    def run(values: list[Any]) -> tuple[Any, list[Any]]:
+        given, named = trees.unflatten(values if batching is None else batching.back(values), tree, True)
+        return first_in_result(target(*given, **named), values, batching, moved), []
+
+    flat = [trees.flatten((tuple(a), dict(k))) for a, k in others]
+    further = tuple(tuple(its) for its, shape in flat if shape == tree)
+    entry = target.forward if isinstance(target, nn.Module) else target
+    return Call(root, run, tuple(leaves), inputs, tree, None, (entry,), batching, further, moved)
+
+
+def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Place] = ()) -> Recording:
+    """Record a call; modules that resist are kept whole, one by one, before giving up.
+
+    `numbers` are places of the Python state whose numbers are inputs of the graph, after the leaves of the call.
+    """
+    state.refuse_wrapped(call.root)
+    call = _with_state(call, numbers)
+    call = dataclasses.replace(call, inputs=named(call.inputs))
+    _check_products(call)
+    with ExitStack() as stack:
+        stack.enter_context(state.no_collection())
+        stack.enter_context(state.not_compiled())
+        mode = stack.enter_context(state.stand_ins(call.root)) if state.is_abstract(call.root) else None
+        names = state.names_of(call.root)
+        leaves = [_fake(leaf, mode) for leaf in call.leaves]
+        settings, before = Settings(), Setup(names.listed)
+        around = Effects(names.listed, lambda module, path: False)
+        while True:
+            try:
+                recording = _record(call, leaves, names, settings, mode, like)
+                around.restore(settings.whole if settings.settled else None)
+                return recording
+            except Retry:
+                gc.collect(0)  # what the failed run has kept alive in its frames
+            except Exception:
+                if settings.settled:
+                    before.put()
+                around.restore()
+                raise
+
+
+def _with_state(call: Call, numbers: Sequence[Place]) -> Call:
+    places = [place for place in numbers if is_number(place.read())]
+    if not places:
+        return call
+    count = len(call.leaves)
+    values = tuple(number_of(place.read()) for place in places)
+    inputs = tuple(
+        Input(f"state{i}", place.text, "number", value=type(value), place=place)
+        for i, (place, value) in enumerate(zip(places, values))
+    )
+    return dataclasses.replace(
+        call,
+        run=lambda given: call.run(given[:count]),
+        leaves=(*call.leaves, *values),
+        inputs=(*call.inputs, *inputs),
+    )
+
+
+def _check_products(call: Call) -> None:
+    """Refuse 16-bit products on the CPU where they would end the process, before the first one is computed."""
+    if products() is None:
+        return
+    tensors = (*call.root.parameters(), *call.root.buffers(), *call.leaves)
+    dtypes = {leaf.dtype for leaf in tensors if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"}
+    if torch.is_autocast_enabled("cpu"):
+        dtypes.add(torch.get_autocast_dtype("cpu"))
+    check_products(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _fake(leaf: Any, mode: Any) -> Any:
+    if mode is None or not isinstance(leaf, torch.Tensor):
+        return leaf
+    with mode:
+        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+        return made.requires_grad_() if leaf.requires_grad else made
+
+
+def _record(
+    call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any, like: Recording | None
+) -> Recording:
+    pieces = call.batching is not None and call.batching.in_pieces
+    dims = [] if pieces else variants.dimensions(leaves, None if call.batching is None else call.batching.places)
+    batch = dims[0] if dims else None
+    base_leaves = leaves
+    if batch is not None and batch.size == 1:  # size 1 broadcasts: nothing can be learned from it
+        base_leaves, batch = (leaves, None) if settings.single else _two_samples(call, leaves, batch, mode)
+    as_it_is = base_leaves is leaves and not settings.compiling
+    base = _attempt(call, base_leaves, names, settings, mode, as_it_is and mode is None and call.has_backward)
+    study = Study(call, base_leaves, base, names, settings, mode, like.sizes if like is not None else {})
+    if pieces:
+        study.examples([[_fake(leaf, mode) for leaf in (*other, *leaves[len(other) :])] for other in call.others])
+    if batch is not None:
+        study.vary(batch)
+    failed = [dim for dim in dims[1:] if not study.vary(dim)]
+    ignored = study.ignored_strings()
+    for dim in variants.together(failed):
+        study.vary(dim)
+    nodes = list(base.recorder.graph.nodes)
+    simplify([run.recorder for run in study.runs])
+    for (index, position), explanation in study.explained.items():
+        put_back(base.recorder, nodes[index], position, explanation)
+    inputs = tuple(
+        _with_dynamic(dataclasses.replace(spec, value=ANY) if i in ignored else spec, i, study.proved)
+        for i, spec in enumerate(call.inputs)
+    )
+    equal = tuple(dim.places for dim in study.proved if len(dim.places) > 1)
+    try:
+        recording = _recording(call, base, inputs, equal, settings, study)
+        notes = prove_call(recording, call, leaves, base, names, settings, mode, as_it_is)
+        return dataclasses.replace(recording, notes=(*recording.notes, *notes)) if notes else recording
+    except GuardError as error:  # what was seen with two samples does not hold for the one that was given
+        if base_leaves is leaves or settings.single:
+            raise
+        settings.single = str(error).splitlines()[0]
+        raise Retry from None
+
+
+def _two_samples(
+    call: Call, leaves: list[Any], batch: variants.Dimension, mode: Any
+) -> tuple[list[Any], variants.Dimension | None]:
+    """An example of one sample as one of two, if the model can be run on it."""
+    try:
+        resized = variants.resize(leaves, batch, 2)
+        with torch.no_grad():
+            eager(call, resized, mode)
+    except Exception:
+        return leaves, None
+    return resized, variants.Dimension(2, batch.places, True)
+
+
+def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any, backward: bool) -> Run:
+    """Record once; on failure change the settings and ask for a new attempt, or say why it cannot be done."""
+    try:
+        run = run_once(call, leaves, names, settings, mode, backward)
+        if run.recorder.cached and found_caches(run, settings):
+            raise Retry
+        return run
+    except RunFailed as failed:
+        error = failed.error
+        remember(error, settings)
+        if isinstance(error, CaptureError) and not isinstance(error, NotRecordable):
+            raise error from None
+        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, CaptureError):
+            _blame(call, leaves, mode)
+        if isinstance(error, Unsettled) and not settings.settled:
+            settings.settled = True
+            settle(call, leaves, mode)
+            raise Retry from None
+        if isinstance(error, DrawsOutside) and not settings.watching:
+            settings.watching = True
+            raise Retry from None
+        if isinstance(error, FromNumpy) and _keep_function(error.function, settings, text):
+            raise Retry from None
+        for path in reversed(failed.modules):
+            if path and keep_whole(call.root, path, settings, text):
+                for other, why in error.also if isinstance(error, NotRecordable) else ():
+                    if not any(other.startswith(f"{kept}.") for kept in settings.whole):
+                        keep_whole(call.root, other, settings, why)
+                raise Retry from None
+            if path and path not in settings.whole:
+                break
+        if isinstance(error, DataDependent) and not settings.compiling:
+            settings.compiling = True
+            raise Retry from None
+        if isinstance(error, DataDependent) and not settings.guards:
+            settings.guards = True
+            raise Retry from None
+        where = next((path for path in reversed(failed.modules) if path), "")
+        raise CaptureError(
+            f"{call.what} cannot be recorded.\n  where: module {where!r}\n  what: {text}\n"
+            + "".join(f"  tried: {item}\n" for item in settings.history[-3:])
+            + "  do: put this part into a submodule with at most 40 % of the parameters (it is then kept whole), or "
+            "write it with tensor ops"
+        ) from error
+
+
+def _keep_function(function: Any, settings: Settings, why: str) -> bool:
+    """Keep the function whole that made a numpy array; if it is not known yet, watch for it. False: neither helps."""
+    if not settings.makers:
+        settings.makers = True
+        return True
+    if function is not None and function not in settings.functions:
+        settings.functions.append(function)
+        settings.history.append(f"kept the function {function.__qualname__} whole ({why[:160]})")
+        settings.watching = True
+        return True
+    return False
+
+
+def _blame(call: Call, leaves: list[Any], mode: Any) -> None:
+    """If the model itself fails on the example, that error is the user's; without data it may be nobody's."""
+    try:
+        eager(call, leaves, mode)
+    except Exception as error:
+        if mode is None:
+            raise
+        raise CaptureError(
+            f"{call.what} cannot be recorded on the meta device: without the contents of its tensors it fails with "
+            f"{type(error).__name__}: {str(error)[:300]}\n  do: record it with real parameters"
+        ) from error
+
+
+def _with_dynamic(spec: Input, index: int, proved: Sequence[variants.Dimension]) -> Input:
+    if spec.shape is None:
+        return spec
+    free = {place for dim in proved for place in dim.places}
+    dynamic = tuple((index, dim) in free for dim in range(len(spec.shape)))
+    return Input(spec.name, spec.path, spec.kind, spec.shape, spec.dtype, spec.value, dynamic)
+
+
+def _recording(
+    call: Call,
+    base: Run,
+    inputs: tuple[Input, ...],
+    equal: tuple[tuple[tuple[int, int], ...], ...],
+    settings: Settings,
+    study: Study,
+) -> Recording:
+    recorder = base.recorder
+    graph = recorder.graph
+    output: fx.Node = next(reversed(graph.nodes))
+    results: Any = output.args[0]
+    flat = list(results)
+    logs = []
+    index = base.output_count
+    for name, logged, options in base.logs:
+        if isinstance(logged, nn.Module):
+            logs.append(LogCall(name, None, logged, options))
+            continue
+        value = flat[index]
+        constant = not isinstance(value, fx.Node)
+        logs.append(LogCall(name, None if constant else index, value if constant else None, options))
+        index += 1
+    recording = Recording(
+        graph=graph,
+        root=call.root,
+        inputs=inputs,
+        loss_index=base.loss_index,
+        logs=tuple(logs),
+        training=call.root.training,
+        constants=dict(recorder.constants),
+        input_tree=call.tree,
+        output_tree=base.output_tree,
+        step=call.step,
+        equal_sizes=equal,
+        leaves=tuple(sorted(settings.whole)),
+        notes=(
+            *(item for item in settings.history if item.startswith("kept")),
+            *recorder.notes,
+            *_checkpoint_note(len(recorder.checkpoints)),
+            *study.notes(),
+            *_single_note(settings),
+        ),
+        sizes=study.sizes,
+        guards=recorder.guards_of_state,
+        checkpoints=tuple(recorder.checkpoints),
+        batching=call.batching,
+        moved=tuple(call.moved),
+    )
+    annotate(recording, recorder)
+    return recording
+
+
+def _single_note(settings: Settings) -> list[str]:
+    if not settings.single:
+        return []
+    return [
+        f"batch size: fixed, this holds for one sample only; for more, the model does something else ({settings.single})"
+    ]
+
+
+def _checkpoint_note(regions: int) -> list[str]:
+    if not regions:
+        return []
+    return [f"activation checkpointing inside the model is kept: {regions} regions are run again in backward"]

@@ -1,0 +1,257 @@
+"""What a recording is: a flat fx graph over the user's parameters, and how to get values into and out of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.nn as nn
+
+from pipepart.errors import CaptureError
+from pipepart.recording.fingerprint import describe
+from pipepart.recording.inputs import trees
+from pipepart.recording.inputs.batching import Batching
+from pipepart.recording.model_state.places import Guards, Place, is_number, number_of
+from pipepart.recording.trace.activation_checkpoints import Checkpoint
+
+__all__ = ["ANY", "GuardError", "Input", "LogCall", "OpMeta", "Recording", "StateChanged"]
+
+
+ANY = type("ANY", (), {"__repr__": lambda self: "ANY"})()
+"""The value of a constant that the recorded ops do not depend on."""
+
+
+class GuardError(CaptureError):
+    """A value that the recording was specialised on has changed; recording again would work."""
+
+
+class StateChanged(GuardError):
+    """A number of the Python state that is an input of the graph is no such number any more."""
+
+
+@dataclass(frozen=True)
+class OpMeta:
+    """What is known of one node of a recorded graph; kept in ``node.meta["op"]``."""
+
+    module: str
+    module_class: str
+    source: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    nbytes: int
+    requires_grad: bool
+    is_number: bool = False
+    inplace: bool = False
+    random: bool = False
+    dynamic_shape: bool = False
+    replicable: bool = False
+
+
+@dataclass(frozen=True)
+class Input:
+    """One leaf of the flattened arguments.
+
+    `dynamic` says for each dimension of a tensor whether other sizes than the example's were proved to give the same
+    graph; dimension 0 of the batch always is.
+    """
+
+    name: str
+    path: str
+    kind: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    value: Any = None
+    dynamic: tuple[bool, ...] = ()
+    place: Place | None = None
+    """Where the user's Python state holds this number; `value` is then its type."""
+
+
+@dataclass(frozen=True)
+class LogCall:
+    """One ``self.log``: the flat output that holds its value (or the constant), and the other arguments of the call."""
+
+    name: str
+    output: int | None
+    constant: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A model or a step as one recorded run: a graph of torch-level ops that shares the user's parameters."""
+
+    graph: fx.Graph
+    root: nn.Module
+    inputs: tuple[Input, ...]
+    loss_index: int | None
+    logs: tuple[LogCall, ...]
+    training: bool
+    constants: Mapping[str, Any]
+    """Tensors and objects that the graph reads and that belong to no module, by their get_attr target."""
+    input_tree: trees.Tree
+    output_tree: trees.Tree
+    step: str | None = None
+    equal_sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Groups of (input, dimension) that had one size in all recorded runs and must keep one size."""
+    leaves: tuple[str, ...] = ()
+    """Modules of the user that are kept whole, since something inside could not be recorded."""
+    notes: tuple[str, ...] = ()
+    """What is fixed, kept whole and why, kept or not kept, in words."""
+    sizes: Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]] = field(default_factory=dict)
+    """For (input, dimension) pairs that were changed together: another size with the same graph, or None and why."""
+    guards: Guards = field(default_factory=Guards)
+    """The plain Python values that were read while it was recorded: it holds while these are the same."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """The regions of activation checkpointing; ``node.meta["checkpoint"]`` has the regions of an op as positions here."""
+    roots: tuple[int, ...] = ()
+    """The outputs that gradients come in for, where the loss is made of them elsewhere."""
+    batching: Batching | None = None
+    """Which inputs hold the samples (always along dimension 0 in the graph), if that was said when it was recorded."""
+    moved: tuple[int, ...] = ()
+    """For each flat output of the result the dimension of its samples in the user's result; in the graph it is 0."""
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
+        """The leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
+
+        For a step: ``flatten((batch,), {"batch_idx": 3})``; numbers that are not given count as 0.
+        """
+        if self.step is not None:
+            leaves, tree = trees.flatten(args[0] if len(args) == 1 else args)
+            numbers = dict(kwargs or {})
+            extra = [spec for spec in self.inputs if spec.path == spec.name and spec.kind == "number"]
+            leaves += [numbers.pop(spec.name, 0) for spec in extra]
+            if numbers:
+                raise CaptureError(
+                    f"{self.step}: unknown numbers {sorted(numbers)}; expected: {[spec.name for spec in extra]}"
+                )
+        else:
+            leaves, tree = trees.flatten((tuple(args), dict(kwargs or {})))
+        if self.batching is not None and tree == self.input_tree:
+            leaves = self.batching.first(leaves)
+        if tree != self.input_tree:
+            raise CaptureError(
+                f"the arguments of {self._what()} have another structure than the example it was recorded with.\n"
+                f"  expected: {self.input_tree}\n  got:      {tree}\n"
+                "  do: give batches of one structure, or record again with an example of the new one"
+            )
+        leaves += [self._state_number(spec) for spec in self.inputs[len(leaves) :] if spec.place is not None]
+        for leaf, spec in zip(leaves, self.inputs):
+            self._check(leaf, spec)
+        for group in self.equal_sizes:
+            (first, at), *rest = group
+            for i, dim in rest:
+                if leaves[i].shape[dim] != leaves[first].shape[at]:
+                    raise GuardError(
+                        f"arguments of {self._what()}: dimension {at} of {self.inputs[first].path} is "
+                        f"{leaves[first].shape[at]} and dimension {dim} of {self.inputs[i].path} is "
+                        f"{leaves[i].shape[dim]}; they were equal when it was recorded. Record again with such an example."
+                    )
+        return leaves
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The flat outputs (those of logs are ignored) in the structure that the user's function returned."""
+        if any(self.moved):
+            dims = [*self.moved, *[0] * (len(leaves) - len(self.moved))]
+            leaves = [v.movedim(0, d) if d and isinstance(v, torch.Tensor) else v for v, d in zip(leaves, dims)]
+        return trees.unflatten(leaves, self.output_tree)
+
+    def module(self) -> nn.Module:
+        """The recording as a module that is called like the original, over the same parameters."""
+        from pipepart.recording.execution.emit import executable
+        from pipepart.recording.execution.ops_run import RecordedModule
+
+        return RecordedModule(self, executable(self))
+
+    def graph_module(self, device: torch.device | None = None) -> fx.GraphModule:
+        """The whole graph as one executable module: flat inputs to a tuple of flat outputs.
+
+        Each op is a node of it: regions of activation checkpointing are not run again in backward (those of `module`
+        and of chunks are).
+        """
+        from pipepart.recording.execution.emit import executable
+
+        return executable(self, device=device, depth=None)
+
+    def stale(self, leaves: Sequence[Any]) -> str | None:
+        """Why the graph does not hold for these leaves, as far as their sizes and numbers tell; None if it does.
+
+        Cheap: nothing but Python numbers is computed. So a caller can record again before anything runs.
+        """
+        from pipepart.recording.guards import failing_check
+
+        return failing_check(self.graph, leaves)
+
+    @cached_property
+    def hash(self) -> str:
+        """The same on every process and machine for the same model and step: ops, constants, parameter shapes."""
+        return hashlib.sha256(describe(self).encode()).hexdigest()
+
+    @cached_property
+    def changed_inputs(self) -> frozenset[str]:
+        """The names of the inputs whose memory the recorded ops change in place."""
+        changed = {storage for node in self.graph.nodes for storage in node.meta["storages"][2]}
+        nodes = (node for node in self.graph.nodes if node.op == "placeholder")
+        return frozenset(
+            spec.name for node, spec in zip(nodes, self.inputs) if not changed.isdisjoint(node.meta["storages"][1])
+        )
+
+    @property
+    def ops(self) -> tuple[fx.Node, ...]:
+        """The nodes that count as ops, in program order: all but the reads of parameters and buffers."""
+        return tuple(node for node in self.graph.nodes if node.op != "get_attr")
+
+    @property
+    def draws(self) -> bool:
+        """Whether some op draws random numbers."""
+        return any(node.meta["op"].random for node in self.ops if "op" in node.meta)
+
+    def _what(self) -> str:
+        name = type(self.root).__name__
+        return f"{name}.{self.step}" if self.step else name
+
+    def _state_number(self, spec: Input) -> int | float:
+        assert spec.place is not None
+        value = spec.place.read()
+        if not is_number(value) or type(number_of(value)) is not spec.value:
+            raise StateChanged(f"{spec.path}: expected a number of type {spec.value.__name__}, it is {value!r}")
+        return number_of(value)
+
+    def _check(self, leaf: Any, spec: Input) -> None:
+        where = f"argument {spec.path} of {self._what()}"
+        if spec.kind == "tensor":
+            if not isinstance(leaf, torch.Tensor):
+                raise CaptureError(f"{where}: expected a tensor, got {type(leaf).__name__}")
+            shape = tuple(leaf.shape)
+            assert spec.shape is not None
+            if leaf.dtype != spec.dtype or len(shape) != len(spec.shape):
+                raise CaptureError(
+                    f"{where}: expected {spec.dtype} of {len(spec.shape)} dimensions, got {leaf.dtype} of shape {shape}"
+                )
+            for dim, (size, known, free) in enumerate(zip(shape, spec.shape, spec.dynamic)):
+                if size != known and not free:
+                    raise GuardError(
+                        f"{where}: dimension {dim} was {known} when it was recorded and is {size}; the model does "
+                        f"not compute the same ops for every size of it. Record again with an example of this size."
+                    )
+        elif spec.kind == "number":
+            if not isinstance(leaf, (int, float)):
+                raise CaptureError(f"{where}: expected a number, got {type(leaf).__name__}")
+        elif spec.value is not ANY and not _same(leaf, spec.value):
+            raise GuardError(
+                f"{where}: the recording holds for {spec.value!r} only, got {leaf!r}. "
+                "Pass what changes as a tensor, or record again."
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False

@@ -1,0 +1,184 @@
+"""The schedules side by side, against the bound, and the picture of any of them. Pure text, for any terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipepart.errors import ScheduleError
+from pipepart.schedule.actions import Schedule
+from pipepart.schedule.best import best_schedule
+from pipepart.schedule.chunk_times import ChunkCosts
+from pipepart.schedule.gantt import GANTT_LEGEND, gantt
+from pipepart.schedule.registry import SCHEDULES, make_schedule
+from pipepart.schedule.simulate import simulate
+from pipepart.schedule.step_bounds import lower_bound
+from pipepart.schedule.torch_csv import read_csv
+
+__all__ = ["Row", "compare", "format_table", "picture", "table"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule under one set of costs. Times in units of the costs, activations in micro-batches of a stage."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    chunks: int
+    ratio: tuple[float, float, float]
+    """F : I : W of a whole stage."""
+    step_time: float
+    bubble: float
+    """Idle part of all device time in one step."""
+    steady_bubble: float
+    """The same over steps in a row without a barrier between them."""
+    peak: float
+    bound: float
+    """No order of this schedule's actions on its placement can take less."""
+
+    @property
+    def over(self) -> float:
+        """How far the step is above the bound, as a part of it."""
+        return self.step_time / self.bound - 1
+
+
+def _row(
+    name: str, schedule: Schedule, costs: ChunkCosts, ratio: tuple[float, float, float], bound: float | None = None
+) -> Row:
+    timeline = simulate(schedule, costs)
+    work = sum(timeline.busy)
+    if bound is None:
+        split = schedule.splits_backward
+        bound = lower_bound(schedule.placement, schedule.microbatches, costs, split=split)
+    return Row(
+        name,
+        schedule.stages,
+        schedule.microbatches,
+        schedule.chunks // schedule.stages,
+        ratio,
+        timeline.step_time,
+        timeline.bubble,
+        1 - work / (schedule.stages * timeline.period),
+        max(timeline.peak_activations),
+        bound,
+    )
+
+
+def compare(
+    stages: int,
+    microbatches: int,
+    chunks: Iterable[int] = (1, 2, 4),
+    ratio: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    *,
+    send: float = 0.0,
+    auto: bool = True,
+) -> tuple[Row, ...]:
+    """All training schedules over equal stages, and ``auto`` with no more memory than 1F1B's first stage.
+
+    ``ratio`` is F : I : W of a stage, ``send`` the time of one message.
+    """
+    forward, inputs, weights = ratio
+    rows = []
+    for count in chunks:
+        costs = ChunkCosts.even(
+            stages, count, forward=forward, backward_input=inputs, backward_weight=weights, send=send
+        )
+        for name, kind in SCHEDULES.items():
+            if name == "forward" or kind.fixed_chunks not in (None, count) or (name == "interleaved" and count == 1):
+                continue
+            schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=count)
+            rows.append(_row(name, schedule, costs, ratio))
+        if auto:
+            choice = best_schedule(stages, microbatches, costs, memory_limit=float(min(stages, microbatches)))
+            rows.append(_row("auto", choice.schedule, costs, ratio, choice.bound))
+    return tuple(rows)
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Rows as aligned text with a header."""
+    header = ("schedule", "p", "m", "v", "F:I:W", "step", "bubble", "steady", "peak", "bound", "over")
+    cells = [
+        (
+            row.schedule,
+            str(row.stages),
+            str(row.microbatches),
+            str(row.chunks),
+            ":".join(f"{part:g}" for part in row.ratio),
+            f"{row.step_time:.6g}",
+            f"{row.bubble:.4f}",
+            f"{row.steady_bubble:.4f}",
+            f"{row.peak:.4g}",
+            f"{row.bound:.6g}",
+            f"{round(100 * row.over, 1) + 0.0:.1f}%",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in (header, *cells)) for column in range(len(header))]
+    lines = []
+    for line in (header, *cells):
+        first = line[0].ljust(widths[0])
+        lines.append("  ".join([first, *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]))
+    return "\n".join(lines)
+
+
+def table(
+    stages: Iterable[int] = (4, 8),
+    microbatches: Iterable[int] = (8, 24),
+    chunks: Sequence[int] = (1, 2, 4),
+    ratios: Sequence[tuple[float, float, float]] = ((1.0, 1.0, 1.0), (1.0, 1.0, 0.8), (1.0, 2.0, 1.0)),
+    *,
+    send: float = 0.0,
+    auto: bool = True,
+) -> str:
+    """The whole comparison as text: a block per number of stages, micro-batches and ratio."""
+    counts = list(microbatches)
+    blocks = [
+        format_table(compare(p, m, chunks, ratio, send=send, auto=auto))
+        for p in stages
+        for m in counts
+        for ratio in ratios
+    ]
+    note = (
+        "times in stage forwards; peak in micro-batches of a stage; steady: bubble of steps in a row without a barrier"
+    )
+    return "\n\n".join([note, *blocks])
+
+
+def picture(
+    name: str,
+    *,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    ratio: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    send: float = 0.0,
+    width: int = 160,
+    color: bool = False,
+) -> str:
+    """The Gantt of a schedule over equal stages with its figures: by name (4 stages, 8 micro-batches), or from a file."""
+    forward, inputs, weights = ratio
+
+    def costs_for(count: int, held: int) -> ChunkCosts:
+        return ChunkCosts.even(count, held, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
+
+    if name.endswith(".csv"):
+        schedule = read_csv(name)
+        make_schedule(
+            name, stages=stages or schedule.stages, microbatches=microbatches or schedule.microbatches, chunks=chunks
+        )
+    else:
+        p, m = stages or 4, microbatches or 8
+        costs = costs_for(p, chunks or 1) if name == "auto" else None
+        schedule = make_schedule(name, stages=p, microbatches=m, chunks=chunks, costs=costs)
+    held, rest = divmod(schedule.chunks, schedule.stages)
+    if rest:
+        raise ScheduleError(
+            f"{schedule.name}: {schedule.chunks} chunks on {schedule.stages} stages are no equal stages to draw"
+        )
+    timeline = simulate(schedule, costs_for(schedule.stages, held))
+    peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations)
+    head = f"step {timeline.step_time:g}, bubble {timeline.bubble:.4f}, peak activations {peaks}"
+    column = min(part for part in (*ratio, send * held) if part) / held
+    unit = column if timeline.step_time / column <= width else None
+    return "\n".join([str(schedule), head, gantt(timeline, unit=unit, width=width, color=color), GANTT_LEGEND])
