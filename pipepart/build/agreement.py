@@ -13,24 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipepart.recording import Recording, prove_chunks
-from pipepart.recording import split
-from pipepart.recording.inputs import trees
-from pipepart.recording.inputs.batching import Batching, batching_of
+from pipepart.build.counts import Cut, best_cut, measured_cuts
 from pipepart.cost import OpCosts, profiled
 from pipepart.cost.analytic import analytic
 from pipepart.cost.cluster import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
+from pipepart.options import Options
 from pipepart.planning import Plan, Request, auto_microbatches, make_plan, transfer
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
-from pipepart.build.counts import Cut, best_cut, measured_cuts
+from pipepart.recording import Recording, prove_chunks, split
+from pipepart.recording.inputs import trees
+from pipepart.recording.inputs.batching import Batching, batching_of
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.launch import processes_on_this_host
 from pipepart.runtime.meeting import all_reduce, broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh
 from pipepart.runtime.microbatch import MicrobatchSizes, microbatch_sizes, slice_leaves
-from pipepart.options import Options
 from pipepart.samples.pieces import Pieces, pieces_of
 from pipepart.schedule import read_csv
 

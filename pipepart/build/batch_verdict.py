@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipepart.recording import Recording
 from pipepart.errors import CaptureError, PlanError
+from pipepart.options import Options
+from pipepart.recording import Recording
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups
-from pipepart.options import Options
 from pipepart.samples import weigh
 from pipepart.samples.batch_check import BatchCheck, ContainerCut, check_batch, leaves_that_disagree
-from pipepart.samples.wording import describe_check, describe_leaves, describe_norms
 from pipepart.samples.mixing import persistent_writes
 from pipepart.samples.pieces import Pieces
 from pipepart.samples.tail import Refused, TailCut, cut_tail
+from pipepart.samples.wording import describe_check, describe_leaves, describe_norms
 
 __all__ = ["Samples", "SamplesMeet", "agree_on_samples", "container_cut", "look_at_samples"]
 

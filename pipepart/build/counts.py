@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from pipepart.recording import Recording
 from pipepart.cost import OpCosts, whole_step
 from pipepart.errors import PartitionError, PlanError
 from pipepart.planning import Plan
 from pipepart.planning.sources import resized, scaled
+from pipepart.recording import Recording
 
 __all__ = ["Cut", "best_cut", "measured_cuts"]
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from pipepart.recording.trace.patches import is_metric
 from pipepart.errors import CaptureError
+from pipepart.recording.trace.patches import is_metric
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.mesh import Groups
 

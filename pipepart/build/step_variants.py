@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipepart.build.foreign_collectives import collectives_refused
+from pipepart.errors import CaptureError
 from pipepart.recording import Recording
 from pipepart.recording.model_state.places import Change, Place
 from pipepart.recording.recording import StateChanged
-from pipepart.errors import CaptureError
-from pipepart.build.foreign_collectives import collectives_refused
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
 from pipepart.runtime.microbatch import fitting_sizes

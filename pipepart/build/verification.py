@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipepart.recording import Recording
-from pipepart.recording.model_state.state import is_abstract
+from pipepart.build.batch_verdict import container_cut
 from pipepart.cost import state_kept
 from pipepart.errors import CaptureError
+from pipepart.recording import Recording
+from pipepart.recording.model_state.state import is_abstract
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
 from pipepart.runtime.microbatch import Whole, cut_batch, merge_outputs
-from pipepart.build.batch_verdict import container_cut
 from pipepart.runtime.stage import StageRuntime
 from pipepart.samples.pieces import Pieces
 
