@@ -33,7 +33,7 @@ _CALLS = (
 """The methods of a process group that all functions of ``torch.distributed`` come to."""
 _TORCH = str(torch.__path__[0])
 _DISTRIBUTED = f"{_TORCH}/distributed/"
-_OURS = __file__.rpartition("/runtime/")[0]
+_OURS = __file__.rpartition("/build/")[0]
 
 
 @contextmanager

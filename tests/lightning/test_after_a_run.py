@@ -66,7 +66,11 @@ class Net(L.LightningModule):
 
 
 def _strategy(pipeline: bool, **options: Any) -> Any:
-    return PipelineStrategy(microbatches=1, split_at=["body.2"], **{"stages": 2, **options}) if pipeline else "auto"
+    return (
+        PipelineStrategy(microbatches=1, split_at=["body.2"], **{"stages": 2, "schedule": "1f1b", **options})
+        if pipeline
+        else "auto"
+    )
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -100,7 +100,9 @@ def _pipelines(stages: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for run in runs:
         sharded = run.pop("sharded", False)
-        strategy = PipelineStrategy(stages=stages, microbatches=3, sharded=sharded, split_at=CUTS[stages])
+        strategy = PipelineStrategy(
+            stages=stages, microbatches=3, schedule="1f1b", sharded=sharded, split_at=CUTS[stages]
+        )
         found.append(_fit(Large(), strategy, stages, **run))
     return found
 

@@ -77,7 +77,7 @@ def _byol(form: str, pipeline: bool, whole: bool, aligned: bool) -> Any:
     if pipeline:
         split = "target.second" if aligned else "online.first"
         together = [["online.second", "target.second"], ["online.first", "target.first"]] if aligned else []
-        strategy = PipelineStrategy(stages=2, microbatches=2, split_at=[split], keep_together=together)
+        strategy = PipelineStrategy(stages=2, microbatches=2, schedule="1f1b", split_at=[split], keep_together=together)
     trainer = L.Trainer(strategy=strategy, devices=2 if pipeline else 1, max_epochs=2, **QUIET)
     trainer.fit(module, _rows())
     return {key: value.clone() for key, value in module.state_dict().items()}
@@ -160,7 +160,7 @@ def _scaled(optimizer: str, pipeline: bool) -> Any:
             seen.append((held, trainer.precision_plugin.scaler.get_scale()))
 
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
-    strategy = PipelineStrategy(stages=2, microbatches=2, split_at=["second"]) if pipeline else "auto"
+    strategy = PipelineStrategy(stages=2, microbatches=2, schedule="1f1b", split_at=["second"]) if pipeline else "auto"
     options: dict[str, Any] = {**QUIET, "plugins": [plugin], "callbacks": [Watch()]}
     trainer = L.Trainer(strategy=strategy, devices=2 if pipeline else 1, max_epochs=1, **options)
     trainer.fit(module, _rows(count=24, dtype=torch.float32))

@@ -342,7 +342,7 @@ class Norms(cb.Callback):
 def _norms(pipeline: bool, devices: int) -> Any:
     module, train, _ = build("warm_up")
     norms = Norms(pipeline)
-    chosen = PipelineStrategy(stages=2, microbatches=3, split_at=["decoder"]) if pipeline else "auto"
+    chosen = PipelineStrategy(stages=2, microbatches=3, schedule="1f1b", split_at=["decoder"]) if pipeline else "auto"
     found = run_fit(module, train, None, chosen, devices, callbacks=[norms], max_epochs=1)
     return norms.seen, found["state"]
 

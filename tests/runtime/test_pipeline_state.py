@@ -79,7 +79,9 @@ def _reference(steps: int) -> tuple[list[float], list[float], dict[str, torch.Te
 
 def _pipeline(steps: int, stages: int) -> Any:
     model = Model()
-    pipe = Pipeline(model, _batch(0), stages=stages, microbatches=3, split_at=["gates.2"] if stages > 1 else None)
+    pipe = Pipeline(
+        model, _batch(0), stages=stages, microbatches=3, schedule="1f1b", split_at=["gates.2"] if stages > 1 else None
+    )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses, evaluated = [], []
     for step in range(steps):

@@ -93,7 +93,7 @@ def outside_rng() -> tuple[Any, ...]:
 
 
 _TORCH = str(torch.__path__[0])
-_HERE = __file__.rpartition("/")[0]
+_HERE = __file__.rpartition("/trace/")[0]
 
 
 def user_line() -> str:
