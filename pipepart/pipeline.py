@@ -12,17 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipepart.build.agreement import agree_on_plan, example_microbatch, prove_laid
-from pipepart.build.batch_verdict import Samples, SamplesMeet, agree_on_samples
-from pipepart.build.foreign_collectives import collectives_refused
+from pipepart.build import Example, Job, Recorded, Step, add_step, build
+from pipepart.build.batch_verdict import SamplesMeet
 from pipepart.build.step_variants import Variants, leaves_ahead
-from pipepart.build.verification import reference_of, verification
+from pipepart.build.verification import verification
 from pipepart.errors import PlanError
 from pipepart.options import Options, check_loss
 from pipepart.planning import Plan, check_request
 from pipepart.recording import Recording, record
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import BatchDim, check_batch_dim
+from pipepart.recording.model_state.places import Place
 from pipepart.runtime.batch_norm import check_batch_norm
 from pipepart.runtime.device import limit_threads
 from pipepart.runtime.failure import guarded
@@ -31,7 +31,6 @@ from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
 from pipepart.runtime.randomness import check_randomness
-from pipepart.runtime.stage import StageRuntime
 from pipepart.runtime.transport import check_transport
 from pipepart.samples.pieces import pieces_of
 from pipepart.samples.window import NOT_KNOWN_AHEAD, CountsAlike
@@ -133,41 +132,43 @@ class Pipeline:
     ) -> str:
         """Record on the first micro-batch, agree on a plan, keep this rank's stage; what to say of samples that meet."""
         root = _root_of(self._target)
-        whole: tuple[tuple[Any, ...], dict[str, Any]] = trees.moved((args, kwargs), self._device)
-        self._whole = whole
-        self._found = found = example_microbatch(whole, options, mesh, root, call=True)
-        self._example, self._usual = example, usual = found.batch, found.sizes
         root.to(self._device)
-        was_training = root.training
-        root.train()
-        with collectives_refused(root):
-            training = record(self._target, *example, batching=found.batching, others=found.others)
-        samples = self._samples(training, groups, options.loss)
-        options = samples.options(options)
-        agreed, graph, costs = agree_on_plan(training, training.flatten(*example), options, mesh, usual, groups)
-        root.eval()
-        with collectives_refused(root):
-            evaluation = record(self._target, *example, like=training, batching=found.batching, others=found.others)
-        evaluated = self._samples(evaluation, groups, options.loss)
-        prove_laid(evaluation, evaluation.flatten(*example), agreed, graph, groups, backward=False)
-        root.train(was_training)
-        reference = reference_of(training, *whole, agreed.microbatches, pieces=found.pieces) if options.verify else None
-        self._runtime = StageRuntime(
-            root, agreed, graph, training, groups, self._device, "step", options, costs, samples.cut
+        self._batch = trees.moved((args, kwargs), self._device)
+        self._job = Job(root, options, mesh, groups, self._device, call=True)
+        training: list[Recording] = []
+
+        def evaluation(example: Example) -> Recorded:
+            return Recorded(self._record(example, like=training[0]))
+
+        def step(example: Example) -> Recorded:
+            training.append(self._record(example))
+            return Recorded(training[0])
+
+        built = build(
+            self._job,
+            Step("step", step, mode=root.train),
+            self._batch,
+            [Step("evaluate", evaluation, trains=False, mode=root.eval)],
         )
-        self._runtime.add("evaluate", evaluation, evaluated.cut)
-        if reference is not None:
-            names = {i: f"output {i}" for i in range(len(reference.whole)) if i != training.loss_index}
-            table = verification(self._runtime, reference, {training.loss_index or 0: "loss", **names})
+        self._runtime, self._example = built.runtime, built.example
+        if built.reference is not None:
+            loss, values = training[0].loss_index or 0, range(len(built.reference.whole))
+            names = {loss: "loss", **{i: f"output {i}" for i in values if i != loss}}
+            table = verification(self._runtime, built.reference, names)
             if groups is None or groups.rank == 0:
-                notes = [f"note       {note}" for note in training.notes if note.startswith("gradients")]
+                notes = [f"note       {note}" for note in training[0].notes if note.startswith("gradients")]
                 print("\n".join([table, *notes]), flush=True)
         self._runtime.seeds.seed = _seed_of_rank_zero(groups)
-        return samples.text
+        return built.samples.text
 
-    def _samples(self, recording: Recording, groups: Groups | None, loss: str, inside_replica: bool = False) -> Samples:
-        return agree_on_samples(
-            recording, *self._whole, self._usual.sizes[0], groups, frozenset(), inside_replica, loss, self._found.pieces
+    def _record(self, example: Example, like: Recording | None = None, numbers: Sequence[Place] = ()) -> Recording:
+        return record(
+            self._target,
+            *example.batch,
+            like=like,
+            numbers=numbers,
+            batching=example.batching,
+            others=example.others,
         )
 
     @property
@@ -317,25 +318,21 @@ class Pipeline:
     @torch.enable_grad()
     def _add(self, variants: Variants, step: str) -> None:
         """Record once more, on the example: the Python state is not what it was."""
-        runtime, name, found = self._runtime, variants.new_name(), self._found
+        runtime, name = self._runtime, variants.new_name()
+
+        def again(example: Example) -> Recorded:
+            like = runtime.recording(step)
+            return Recorded(variants.record(lambda numbers: self._record(example, like, numbers), runtime))
+
         with runtime.parts.gathered():
-            recording = variants.record(
-                lambda numbers: record(
-                    self._target,
-                    *self._example,
-                    like=runtime.recording(step),
-                    numbers=numbers,
-                    batching=found.batching,
-                    others=found.others,
-                ),
+            add_step(
+                self._job,
                 runtime,
+                Step(name, again, trains=step == "step"),
+                self._batch,
+                self._example,
+                lambda recording: recording.flatten(*self._example.batch),
             )
-            samples = self._samples(recording, runtime.groups, runtime.options.loss, inside_replica=True)
-            leaves, trains = recording.flatten(*self._example), step == "step"
-            prove_laid(
-                recording, leaves, self.plan, runtime.graph, runtime.groups, backward=trains, inside_replica=True
-            )
-            runtime.add(name, recording, samples.cut)
         variants.added(name, runtime)
 
     def record_trace(self, on: bool = True) -> None:

@@ -4,6 +4,7 @@ Records on every rank, makes the plan on rank 0, checks that all ranks agree, pr
 runtime. Knows processes; knows nothing of Lightning.
 """
 
-from pipepart.build.agreement import Example, agree_on_plan, example_microbatch, prove_laid
+from pipepart.build.agreement import Example, example_microbatch
+from pipepart.build.path import Built, Job, Recorded, Step, add_step, build, record_example
 
-__all__ = ["Example", "agree_on_plan", "example_microbatch", "prove_laid"]
+__all__ = ["Built", "Example", "Job", "Recorded", "Step", "add_step", "build", "example_microbatch", "record_example"]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from pipepart.build import example_microbatch
+from pipepart.build import Example, Job, Recorded, Step, record_example
 from pipepart.cli.config import checked, compose_config
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.cli.train import resolve_devices
@@ -27,6 +28,7 @@ from pipepart.runtime import Mesh, fit_mesh
 
 __all__ = ["made_by", "plan"]
 
+_HERE = torch.device("cpu")
 _DTYPES = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
 _ASKED = (
     "stages", "replicas", "microbatches", "schedule", "chunks", "slack", "keep_together", "split_at", "recompute",
@@ -115,12 +117,14 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
     batch = next(iter(data.train_dataloader()), None)
     if batch is None:
         raise ConfigError("data: the training loader gives no batch; planning needs one to know the shapes")
-    found = example_microbatch(batch, options, mesh, module)
-    module.train()
-    with watched(module, "training_step", found.batching) as finish:  # as the strategy records it for its runs
-        recording = record_step(module, "training_step", found.batch, batching=found.batching, others=found.others)
-    finish(recording)
-    return _Step(recording, (found.batch,), {}, found.sizes.batch_size)
+
+    def record_watched(found: Example) -> Recorded:
+        with watched(module, "training_step", found.batching) as finish:  # as the strategy records it for its runs
+            recording = record_step(module, "training_step", found.batch, batching=found.batching, others=found.others)
+        finish(recording)
+        return Recorded(recording)
+
+    return _step(Job(module, options, mesh, None, _HERE), record_watched, batch)
 
 
 def made_by(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -141,8 +145,13 @@ def made_by(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 def _callable(name: str, options: Options, mesh: Mesh) -> _Step:
     module, given = made_by(name)
-    found = example_microbatch((given, {}), options, mesh, module, call=True)
-    example, keywords = found.batch
-    module.train()
-    recording = record(module, example, keywords, batching=found.batching, others=found.others)
-    return _Step(recording, example, keywords, found.sizes.batch_size)
+
+    def recorded(found: Example) -> Recorded:
+        return Recorded(record(module, *found.batch, batching=found.batching, others=found.others))
+
+    return _step(Job(module, options, mesh, None, _HERE, call=True), recorded, (given, {}))
+
+
+def _step(job: Job, how: Callable[[Example], Recorded], batch: Any) -> _Step:
+    example, recorded = record_example(job, Step("step", how, mode=job.root.train), batch)
+    return _Step(recorded.recording, *job.arguments(example.batch), example.sizes.batch_size)

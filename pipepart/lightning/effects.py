@@ -81,6 +81,12 @@ class Effects:
         )
         return frozenset(index for effect in logs for index in effect.outputs.values())
 
+    @property
+    def logged(self) -> dict[int, str]:
+        """The names under which outputs are logged."""
+        logs = (effect for effect in self.all if effect.kind == "log")
+        return {index: effect.target for effect in logs for index in effect.outputs.values()}
+
 
 def outer_metrics(module: nn.Module) -> dict[str, Metric | MetricCollection]:
     """Metrics by path, without those that belong to another metric; collections as well as their members."""

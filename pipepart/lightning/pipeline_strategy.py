@@ -16,11 +16,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
-from pipepart.build import agree_on_plan, example_microbatch
-from pipepart.build.batch_verdict import agree_on_samples
-from pipepart.build.foreign_collectives import recording_on_every_rank
+from pipepart.build import Example, Recorded, Step, build
 from pipepart.build.rehearsal import rehearsed
 from pipepart.build.step_variants import Variants
+from pipepart.build.verification import verification
 from pipepart.lightning.ahead import why_not_ahead
 from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.example import first_batch, open_loader, reopen, steps_ahead
@@ -32,13 +31,11 @@ from pipepart.lightning.refusals import check_module, check_optimizers, check_tr
 from pipepart.lightning.replay import replay
 from pipepart.lightning.scaler import check_scaled_optimizers, connect_scaler, loss_scale_of
 from pipepart.lightning.signals import Signals
-from pipepart.lightning.step_verification import Verification
 from pipepart.lightning.summary import connect_summary
 from pipepart.lightning.whole_strategy import WholeStrategy, check_after
 from pipepart.options import Options, check_loss
 from pipepart.planning import Plan, check_request
 from pipepart.recording.inputs.batching import BatchDim, check_batch_dim
-from pipepart.runtime import StageRuntime
 from pipepart.runtime.batch_norm import check_batch_norm
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects
@@ -189,46 +186,32 @@ class PipelineStrategy(WholeStrategy):
         self._empty = bool(empty_names(module))
         same_weights_everywhere(module, self._groups)
         example = self._shared_example(trainer)
-        found = example_microbatch(example, self._options, self.mesh, module)
-        modes = {part: part.training for part in module.modules()}
-        if step != "training_step":
-            module.eval()
-        with recording_on_every_rank(self._groups, module):
-            recording = self._record(module, step, step, found)
-        leaves = recording.flatten((found.batch,), {})
-        free = self._effects[step].reduced_otherwise
-        loss = self._options.loss
-        samples = agree_on_samples(
-            recording, (example,), {}, found.sizes.sizes[0], self._groups, free, loss=loss, pieces=found.pieces
-        )
+        trains = step == "training_step"
+
+        def record(part: Example) -> Recorded:
+            return self._recorded(step, self._record(module, step, step, part))
+
+        what = Step(step, record) if trains else Step(step, record, trains, mode=module.eval)
+        built = build(self._job(), what, example)
+        self._runtime, samples = built.runtime, built.samples
         self._effects[step] = replace(self._effects[step], checked=samples.checked)
-        options, context = samples.options(self._options), self.precision_plugin.forward_context
-        plan, graph, costs = agree_on_plan(
-            recording, leaves, options, self.mesh, found.sizes, self._groups, context, str(trainer.precision)
-        )
-        wanted = options.verify and step == "training_step"
-        verifying = Verification(recording, example, plan.microbatches, context, found.pieces) if wanted else None
-        for part, mode in modes.items():
-            part.training = mode
-        self._runtime = StageRuntime(
-            module, plan, graph, recording, self._groups, self.root_device, step, options, costs, samples.cut,
-            self._effects[step].averaged,
-        )  # fmt: skip
         if self._empty:
             self._fill(trainer, module)
         self._variants = {step: Variants(step, [step], 1)}
         self._is_cut(module, self._runtime)
-        if step == "training_step":
+        if trains:
             self._rehearse(trainer, example)
         nodes = f"\n{self.describe_nodes()}" if self.num_nodes > 1 else ""
-        said = (*recording.notes, *(costs.notes if costs is not None else ()))
+        said = built.notes
         if trainer.accumulate_grad_batches > 1:
             said += self.runtime.weighed(step).notes
             hook = why_not_ahead(trainer, module) if self.runtime.weighed(step).wide else ""
             said += (f"{NOT_KNOWN_AHEAD} ({hook} keeps them from being looked at)",) if hook else ()
         notes = "".join(f"\nnote       {note}" for note in said) + samples.lines
-        if verifying is not None:
-            notes += f"\n{verifying.table(self.runtime, self._effects[step])}"
+        if built.reference is not None:
+            names = {built.recorded.recording.loss_index or 0: "loss", **self._effects[step].logged}
+            separate, context = self._effects[step].separate, self.precision_plugin.forward_context
+            notes += f"\n{verification(self.runtime, built.reference, names, separate, context)}"
         tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{nodes}{notes}\n")
 
     def _rehearse(self, trainer: Trainer, example: Any) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from pipepart.build import Example, example_microbatch, prove_laid
-from pipepart.build.batch_verdict import agree_on_samples
+from pipepart.build import Example, Job, Recorded, Step, add_step, example_microbatch
 from pipepart.build.step_variants import Variants, leaves_ahead
 from pipepart.errors import CaptureError
 from pipepart.lightning.ahead import batches_ahead, why_not_ahead
@@ -121,36 +120,45 @@ class RecordingStrategy(CheckpointStrategy):
             found.append(leaves_ahead(flatten, recording, self.runtime.plan.microbatches))
         return found
 
+    def _job(self) -> Job:
+        module, trainer = self._module_and_trainer()
+        context, precision = self.precision_plugin.forward_context, str(trainer.precision)
+        return Job(
+            module, self._options, self.mesh, self._groups, self.root_device, context=context, precision=precision
+        )
+
+    def _recorded(self, name: str, recording: Recording) -> Recorded:
+        return Recorded(recording, self._effects[name].reduced_otherwise, self._effects[name].averaged)
+
     def _add(self, variants: Variants, step: str, batch: Any, batch_idx: int, loader: int | None) -> None:
         """Record a step when it is first needed, or once more, on the batch of the first stage of this replica."""
         module, _ = self._module_and_trainer()
-        name = variants.new_name()
+        name, runtime = variants.new_name(), self.runtime
         if self._groups is not None:
             with guarded(self._groups):
-                source = self._groups.rank_of_stage(self.runtime.plan.placement[0])
+                source = self._groups.rank_of_stage(runtime.plan.placement[0])
                 batch = broadcast_object(batch, source, self._groups, inside_replica=True)
             batch = self.batch_to_device(batch) if self.global_rank != source else batch
-        options = replace(self._options, plan=None, microbatches=self.runtime.plan.microbatches)
+        options = replace(self._options, plan=None, microbatches=runtime.plan.microbatches)
         part = example_microbatch(batch, options, self.mesh, module, fewer=True)
+
+        def record(example: Example) -> Recorded:
+            return self._recorded(
+                name,
+                variants.record(
+                    lambda numbers: self._record(module, name, step, example, loader, batch_idx, numbers), runtime
+                ),
+            )
+
         # What is empty is recorded by its shapes.
-        with self.runtime.parts.by_shapes() if self._empty else self.runtime.parts.gathered():
-            recording = variants.record(
-                lambda numbers: self._record(module, name, step, part, loader, batch_idx, numbers), self.runtime
-            )
-            free, size = self._effects[name].reduced_otherwise, part.sizes.sizes[0]
-            samples = agree_on_samples(
-                recording, (batch,), {}, size, self._groups, free, True, self._options.loss, part.pieces
-            )
-            self._effects[name] = replace(self._effects[name], checked=samples.checked)
-            leaves = flattener(part.batch, self._numbers(batch_idx, loader), self.runtime)(recording)
-            context = self.precision_plugin.forward_context
-            prove_laid(
-                recording, leaves, self.runtime.plan, self.runtime.graph, self._groups, context, inside_replica=True
-            )
-            self.runtime.add(name, recording, samples.cut, self._effects[name].averaged)
+        with runtime.parts.by_shapes() if self._empty else runtime.parts.gathered():
+            leaves = flattener(part.batch, self._numbers(batch_idx, loader), runtime)
+            trains = step == "training_step"
+            _, samples = add_step(self._job(), runtime, Step(name, record, trains), batch, part, leaves)
+        self._effects[name] = replace(self._effects[name], checked=samples.checked)
         if samples.text:
             tell(f"pipepart: {type(module).__name__}.{name}{samples.lines}\n")
-        for dropped in variants.added(name, self.runtime):
+        for dropped in variants.added(name, runtime):
             del self._effects[dropped]
 
     def _module_and_trainer(self) -> tuple[LightningModule, Trainer]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from pipepart import Pipeline, PipelineStrategy
 from pipepart import pipeline as plain
-from pipepart.build import agreement as assembly
+from pipepart.build import agreement, path
 from pipepart.build import batch_verdict as samples
 from pipepart.runtime import stage
 
@@ -27,13 +27,13 @@ SOON = 30.0
 """Seconds from the failure of one rank to the end of the others, on a loaded machine; timeouts are ten times as long."""
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "cutting the example": (plain, "example_microbatch"),
+    "cutting the example": (path, "example_microbatch"),
     "recording": (plain, "record"),
     "the batch check": (samples, "look_at_samples"),
-    "measuring costs": (assembly, "profiled"),
-    "planning": (assembly, "make_plan"),
-    "checking that the plan fits": (assembly, "_check_fits"),
-    "proving the chunks": (assembly, "prove_chunks"),
+    "measuring costs": (agreement, "profiled"),
+    "planning": (agreement, "make_plan"),
+    "checking that the plan fits": (agreement, "_check_fits"),
+    "proving the chunks": (agreement, "prove_chunks"),
     "laying out the stage": (stage, "choose_transport"),
     "the seed": (plain, "_seed_of_rank_zero"),
 }

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipepart import Pipeline, PipelineStrategy
-from pipepart.build import agreement as assembly
+from pipepart.build import agreement
 
 
 class Model(L.LightningModule):
@@ -44,7 +44,7 @@ class Model(L.LightningModule):
 @contextmanager
 def _spoil(wanted: Any) -> Iterator[None]:
     """Inside, the second chunk of each recording that is `wanted` computes with something else."""
-    split = assembly.split
+    split = agreement.split
 
     def spoiled(recording: Any, *args: Any) -> Any:
         chunks = split(recording, *args)
@@ -59,11 +59,11 @@ def _spoil(wanted: Any) -> Iterator[None]:
             chunks[1].module.recompile()
         return chunks
 
-    assembly.split = spoiled  # type: ignore[attr-defined]
+    agreement.split = spoiled  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        assembly.split = split  # type: ignore[attr-defined]
+        agreement.split = split  # type: ignore[attr-defined]
 
 
 def _pipeline(changes: bool) -> None:
