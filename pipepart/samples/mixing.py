@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipepart.recording import OpMeta, Recording
+from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.fingerprint import target_name
 from pipepart.recording.trace.intrinsics import changed, set_attribute
 from pipepart.samples.laws import UNKNOWN, Law
@@ -176,10 +178,20 @@ def _study(recording: Recording, split: Parts, moved: int | None = None, gradien
 
 
 def persistent_writes(recording: Recording) -> list[fx.Node]:
-    """The ops that change what the next call reads: buffers in place, attributes that get a new tensor."""
+    """The ops that change what the next call reads: buffers in place, attributes that get a new tensor.
+
+    The statistics of BatchNorm layers do not count, also where a subclass updates them itself (timm): they are known to
+    follow micro-batches.
+    """
     nodes = list(recording.graph.nodes)
     read = {str(node.target) for node in nodes if node.op == "get_attr"}
-    kept = set().union(*(node.meta["storages"][1] for node in nodes if node.op == "get_attr"))
+    kept = set().union(
+        *(
+            node.meta["storages"][1]
+            for node in nodes
+            if node.op == "get_attr" and not _is_statistic(recording, str(node.target))
+        )
+    )
     found = []
     for node in nodes:
         if node.target is set_attribute:
@@ -187,6 +199,15 @@ def persistent_writes(recording: Recording) -> list[fx.Node]:
         elif node.op in ("call_function", "call_method") and kept & node.meta["storages"][2]:
             found.append(node)
     return found
+
+
+def _is_statistic(recording: Recording, path: str) -> bool:
+    """Whether an attribute is a running mean or variance of a BatchNorm layer, or its count of batches."""
+    owner, _, name = path.rpartition(".")
+    if path in recording.constants:
+        return False
+    layer: Any = resolve(recording.root, owner) if owner else recording.root
+    return isinstance(layer, _BatchNorm) and name in layer._buffers
 
 
 def assigned_path(node: fx.Node) -> str:

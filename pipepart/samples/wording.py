@@ -96,7 +96,11 @@ def describe_norms(recording: Recording) -> str:
     if not recording.training:
         return ""
     modules = dict(recording.root.named_modules())
-    called = dict.fromkeys(str(node.target) for node in recording.graph.nodes if node.op == "call_module")
+    called = dict.fromkeys(
+        str(node.target) if node.op == "call_module" else node.meta["op"].module
+        for node in recording.graph.nodes
+        if node.op == "call_module" or getattr(node.target, "__name__", "") == "batch_norm"
+    )
     layers = [name for name in called if isinstance(modules.get(name), _BatchNorm) and modules[name].training]
     if not layers:
         return ""

@@ -84,6 +84,8 @@ def test_nothing_of_the_model_changes_while_it_is_checked() -> None:
 def test_batch_norm_is_a_note() -> None:
     _, samples = _look(_built(PLAIN["batch_norm"]))
     assert samples.notes == ("BatchNorm normalises each micro-batch by its own statistics: norm, free",)
+    _, samples = _look(_built(PLAIN["own_batch_norm"]))
+    assert samples.notes == ("BatchNorm normalises each micro-batch by its own statistics: norm",)
 
 
 def test_packed_tokens_are_refused_with_a_way_out() -> None:

@@ -345,6 +345,47 @@ class Normed(Triplet):
         return F.cross_entropy(self.head(self.free(self.norm(self.net(x)))), y)
 
 
+class OwnBatchNorm(nn.BatchNorm1d):
+    """As timm's BatchNormAct2d: the count of batches is an op of its own, and the function is called with the buffers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        return F.relu(
+            F.batch_norm(
+                x,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.training,
+                self.momentum,
+                self.eps,
+            )
+        )
+
+
+class OwnNormed(Triplet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = OwnBatchNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.norm(self.net(x))), y)
+
+
+class Standardised(Triplet):
+    """As timm's ScaledStdConv2d: the function `batch_norm` standardises a weight, in eval mode as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weight = F.batch_norm(self.weight[None], None, None, training=True, momentum=0.0)[0]
+        return F.cross_entropy(F.linear(self.net(x), weight), y)
+
+
 MIXERS: dict[str, Callable[[], nn.Module]] = {
     "simclr": SimCLR,
     "clip": Clip,
@@ -369,5 +410,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "noise": Noisy,
     "mixup": Mixup,
     "batch_norm": Normed,
+    "own_batch_norm": OwnNormed,
+    "standardised_weight": Standardised,
     "frames": Frames,
 }

@@ -351,7 +351,8 @@ class Recorder(GraphRecorder):
         position = ops.training_position(func)
         if position is not None:
             given = kwargs.get("training", args[position] if len(args) > position else None)
-            if given is None:
+            without = name == "batch_norm" and kwargs.get("running_mean", args[1] if len(args) > 1 else None) is None
+            if given is None or without:  # without running statistics, the flag is no matter of modes
                 return args, kwargs
             if isinstance(given, bool) and given == module.training:
                 if "training" in kwargs:
