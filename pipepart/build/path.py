@@ -1,6 +1,6 @@
 """The one path from a model and an example batch to a running stage, shared by `Pipeline` and the Lightning strategy.
 
-    record on every rank -> check samples -> agree on a plan -> prove its chunks -> record further steps -> runtime
+    record all steps on every rank -> check samples -> agree on a plan -> prove its chunks -> make the runtime
 
 `pipepart plan`, which starts no processes, takes the same first step (`record_example`).
 """
@@ -92,9 +92,13 @@ class Built:
 def record_example(job: Job, step: Step, batch: Any) -> tuple[Example, Recorded]:
     """The first micro-batch of a batch, and the step recorded with it. Every rank must call it."""
     example = example_microbatch(batch, job.options, job.mesh, job.root, job.call)
+    return example, _recorded(job, step, example)
+
+
+def _recorded(job: Job, step: Step, example: Example) -> Recorded:
     step.mode()
     with recording_on_every_rank(job.groups, job.root):
-        return example, step.record(example)
+        return step.record(example)
 
 
 def build(job: Job, step: Step, batch: Any, further: Sequence[Step] = ()) -> Built:
@@ -102,19 +106,18 @@ def build(job: Job, step: Step, batch: Any, further: Sequence[Step] = ()) -> Bui
 
     The plan is made for `step` and laid over the `further` steps, which are recorded while the model is still whole.
     """
-    laid = []
     with _modes_kept(job.root):
         example, recorded = record_example(job, step, batch)
+        others = [_recorded(job, other, example) for other in further]
+        step.mode()
         samples = _samples(job, recorded, batch, example)
+        cuts = [_samples(job, other, batch, example).cut for other in others]
         options, leaves = samples.options(job.options), recorded.recording.flatten(*job.arguments(example.batch))
         plan, graph, costs = agree_on_plan(
             recorded.recording, leaves, options, job.mesh, example.sizes, job.groups, job.context, job.precision
         )
-        for other in further:
+        for other, found in zip(further, others):
             other.mode()
-            with recording_on_every_rank(job.groups, job.root):
-                found = other.record(example)
-            laid.append((other.name, found, _samples(job, found, batch, example)))
             leaves = found.recording.flatten(*job.arguments(example.batch))
             prove_laid(found.recording, leaves, plan, graph, job.groups, job.context, backward=other.trains)
         reference = None
@@ -126,8 +129,8 @@ def build(job: Job, step: Step, batch: Any, further: Sequence[Step] = ()) -> Bui
         job.root, plan, graph, recorded.recording, job.groups, job.device, step.name, options, costs, samples.cut,
         recorded.averaged,
     )  # fmt: skip
-    for name, found, their in laid:
-        runtime.add(name, found.recording, their.cut, found.averaged)
+    for other, found, cut in zip(further, others, cuts):
+        runtime.add(other.name, found.recording, cut, found.averaged)
     return Built(runtime, recorded, samples, example, reference)
 
 

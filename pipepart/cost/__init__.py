@@ -1,4 +1,7 @@
-"""What ops cost: measured, computed or read from a file."""
+"""Cost: the time and the memory of each op, measured, computed or read from a file.
+
+Knows ops and devices. Knows nothing of chunks, schedules or processes.
+"""
 
 from pipepart.cost.cache import profiled
 from pipepart.cost.op_costs import OpCosts

@@ -1,4 +1,7 @@
-"""The op graph of a captured model: pure data for cost, partition and schedule."""
+"""Graph: a recording as plain data, for cost, partition and schedule.
+
+Knows the ops of a recording and the tensors between them, by name and size. Knows nothing of costs, stages or processes.
+"""
 
 from pipepart.graph.captured import Captured, capture
 from pipepart.graph.from_recording import op_graph

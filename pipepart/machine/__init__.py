@@ -1,9 +1,6 @@
-"""Whether 16-bit products work on this machine, and the instruction set with which they do.
+"""Machine: the instructions that this CPU can really run.
 
-Some virtual machines announce AMX and do not allow it: a bfloat16 product then ends the process with an illegal
-instruction. On a CPU that announces AMX, the products are tried once in a child process and the answer is kept by
-CPU and version of torch. Where they fail, the environment limits the instructions that torch's libraries choose.
-They choose at the first product, so `import pipepart` is early enough unless products have run before it.
+Knows processors and environment variables. Knows nothing of torch until it is asked to try a product.
 """
 
 from pipepart.machine.answers import cache_folder

@@ -1,4 +1,7 @@
-"""Where to cut: exact search over downsets, slices of linear orders, and a lower bound for both."""
+"""Partition: where to cut a graph. Exact search over downsets, slices of linear orders, and a lower bound for both.
+
+Knows numbers and a directed graph. Knows nothing of torch, schedules or processes.
+"""
 
 from pipepart.partition.baselines import baselines
 from pipepart.partition.check import check

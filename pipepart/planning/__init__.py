@@ -1,4 +1,7 @@
-"""Planning: the frozen plan, how it is made, and how it is laid over other steps of the same model."""
+"""Planning: the plan, how it is made, and how it is laid over other steps of the same model.
+
+Knows graphs, costs, partitions and schedules, for a cluster that need not exist. Knows nothing of processes.
+"""
 
 from pipepart.planning.describe import describe, format_bytes, format_seconds
 from pipepart.planning.entry import plan

@@ -1,4 +1,10 @@
-"""Capture: run a model once and write down what it does, as a graph over its own parameters that can be cut."""
+"""Recording: a model or a whole step, run on an example and written down as a graph over its own parameters.
+
+In the order of the data: `inputs` (containers as flat leaves), `model_state` (the Python state around a model), `trace`
+(one recorded run), `generalise` (several runs become one graph), `proof` (the graph is held against the model) and
+`execution` (the graph as a program, and its chunks). Knows modules and tensors. Knows nothing of devices, stages or
+processes.
+"""
 
 from pipepart.recording.execution.split import BATCH, Chunk, Edge, split
 from pipepart.recording.proof.chunk_proof import prove_chunks

@@ -1,4 +1,7 @@
-"""Something to look at: pages, traces, pictures and tables of plans and measured steps."""
+"""Report: pages, traces, pictures and tables of plans and of measured steps.
+
+Reads plans and timelines. Knows nothing of the runtime and of Lightning.
+"""
 
 from __future__ import annotations
 
