@@ -43,6 +43,7 @@ __all__ = [
 _HOMES = {
     "pipepart.cost.cluster": ("Cluster", "load_cluster"),
     "pipepart.errors": ("CaptureError", "ConfigError", "PipepartError", "PlanError"),
+    "pipepart.graph": ("Captured", "capture"),
     "pipepart.lightning": ("PipelineMonitor", "PipelineStrategy", "WeightEMA", "consolidate"),
     "pipepart.pipeline": ("Pipeline",),
     "pipepart.planning": ("Plan", "plan"),
