@@ -23,11 +23,16 @@ ALLOWED = ("pipepart", "recipes", "torch.optim", "lightning")
 """Packages that `_target_` may name; `allow=[my_package]` adds to them."""
 
 _OWN = ("_target_", "_partial_")
+_MOVED = {"pipepart.strategy.": "pipepart.lightning.", "pipepart.report.tracking.": "pipepart.lightning.tracking."}
+"""Old beginning of a name -> new one, for configurations that were written before."""
 
 
 def locate(name: str, allow: Sequence[str] = (), where: str = "_target_") -> Callable[..., Any]:
     """The class or function of that name, if it is one of an allowed package."""
     packages = (*ALLOWED, *allow)
+    for old, new in _MOVED.items():
+        if isinstance(name, str) and name.startswith(old):
+            name = new + name.removeprefix(old)
     if not isinstance(name, str) or not any(_inside(name, package) for package in packages):
         raise ConfigError(
             f"{where} is {name!r}, which lies in none of the allowed packages ({', '.join(packages)}). "

@@ -126,3 +126,13 @@ def test_secrets_are_left_out_wherever_configuration_is_written() -> None:
     text = written(checked(compose_config(["+logger.wandb.api_key=abcdef"])))
     assert "abcdef" not in text
     assert HIDDEN in text
+
+
+def test_names_of_before_lead_to_where_things_are_now() -> None:
+    """A configuration that an earlier version has written can be read."""
+    import pipepart
+    from pipepart.lightning.tracking import SafeWandbLogger
+
+    assert locate("pipepart.strategy.monitor.PipelineMonitor") is pipepart.PipelineMonitor
+    assert locate("pipepart.strategy.PipelineMonitor") is pipepart.PipelineMonitor
+    assert locate("pipepart.report.tracking.SafeWandbLogger") is SafeWandbLogger
