@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .PHONY: help env zoo-env train test test-fast lint types format bench clean
 
-help: ## show this list
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 $(STAMP): pyproject.toml constraints.txt
@@ -31,9 +31,9 @@ $(ZOO)/.installed: pyproject.toml constraints.txt tools/bench/zoo/requirements.t
 	@$(ZOO)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tools/bench/zoo/requirements.txt
 	@touch $@
 
-zoo-env: $(ZOO)/.installed ## make the environment of the zoo of libraries in .venv-zoo
+zoo-env: $(ZOO)/.installed ## make the environment for the zoo of libraries in .venv-zoo
 
-train: $(STAMP) ## train the default recipe on 2 stages; ARGS="strategy.schedule=gpipe" changes it
+train: $(STAMP) ## train the default recipe on 2 stages; overrides: ARGS="strategy.schedule=gpipe"
 	@$(BIN)/pipepart train $(ARGS)
 
 # Side by side: tests wait for processes about as much as they compute. ARGS="-n 0" runs them one after the other.
@@ -44,17 +44,17 @@ test test-fast: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## run the whole test suite
 	@$(BIN)/python -m pytest $(TOGETHER) $(ARGS)
 
-test-fast: $(STAMP) ## run the quick tests only
+test-fast: $(STAMP) ## run only the quick tests
 	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow" $(ARGS)
 
 lint: $(STAMP) types ## check style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: $(STAMP) ## check types only
+types: $(STAMP) ## check only types
 	@$(BIN)/mypy
 
-format: $(STAMP) ## put the code into shape
+format: $(STAMP) ## fix and format the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
