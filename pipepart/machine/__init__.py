@@ -7,6 +7,7 @@ They choose at the first product, so `import pipepart` is early enough unless pr
 """
 
 from pipepart.machine.answers import cache_folder
+from pipepart.machine.cores import usable_cores
 from pipepart.machine.limits import Products, check_products, limit_instructions, products, usable
 
-__all__ = ["Products", "cache_folder", "check_products", "limit_instructions", "products", "usable"]
+__all__ = ["Products", "cache_folder", "check_products", "limit_instructions", "products", "usable", "usable_cores"]
