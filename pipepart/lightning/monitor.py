@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.lightning.tracking import log_files
 from pipepart.recording.inputs import trees
 from pipepart.report import save_graph, save_timeline, write_report
-from pipepart.report.figures import plan_figures, step_figures
+from pipepart.report.figures import measured_step, plan_figures, step_figures
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.microbatch import batch_size_of
@@ -165,7 +164,7 @@ class PipelineMonitor(Callback):
             graph=strategy.runtime.graph,
             costs=strategy.runtime.costs,
             measured=timeline,
-            measured_step=statistics.median(steps[3:] or steps) if steps else None,
+            measured_step=measured_step(steps),
             title=self._title or type(trainer.lightning_module).__name__,
         )
         for logger in trainer.loggers:
