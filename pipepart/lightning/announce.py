@@ -30,7 +30,6 @@ def measured_against_predicted(plan: Plan, step_times: Sequence[float]) -> str:
     measured = measured_step(step_times)
     if measured is None:
         return "pipepart: no training step was run, so there is nothing to hold the prediction against"
-
     warm = len(warm_steps(step_times))
 
     def against(seconds: float) -> str:
