@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from pipepart.cli.console import bold, dim
+from pipepart.machine import usable_cores
 
 __all__ = ["Finding", "doctor", "findings"]
 
@@ -126,7 +127,7 @@ def _configuration() -> Finding:
 def _devices() -> Iterator[Finding]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = usable_cores()
     todo = "stages share it, so a pipeline is not faster than one process here" if cores < 2 else ""
     yield Finding("cores", "note" if cores < 2 else "ok", f"{cores} for this process", todo)
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > 1.5 * cores:

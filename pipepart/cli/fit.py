@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
 from pipepart.lightning import PipelineMonitor, PipelineStrategy
 from pipepart.report import save_graph, save_timeline, write_report
+from pipepart.report.figures import measured_step
 
 __all__ = ["build_recipe", "fit"]
 
@@ -108,10 +108,8 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
         "predicted_step": plan.predicted,
         "simulated_step": plan.step_time,
     }
-    measured = None
-    if strategy.step_times:
-        steps = strategy.step_times[2:] or strategy.step_times
-        measured = statistics.median(steps)
+    measured = measured_step(strategy.step_times)
+    if measured is not None:
         result["measured_step"] = measured
         result["samples_per_second"] = plan.batch_size * plan.replicas / measured
     written = {path.absolute() for path in _monitored(trainer)}

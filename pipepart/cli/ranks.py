@@ -19,6 +19,7 @@ from typing import Any
 
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.errors import PipelineError, PipepartError
+from pipepart.machine import usable_cores
 
 __all__ = ["already_started", "join_started", "run_as_rank", "run_as_task", "start_ranks"]
 
@@ -127,8 +128,7 @@ def _no_tracker_noise() -> None:
 
 
 def _threads(processes: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, cores // processes)
+    return max(1, usable_cores() // processes)
 
 
 def run_as_rank(config_text: str, folder: str, named: str | None = None) -> None:

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from pipepart.errors import ConfigError, did_you_mean
-from pipepart.machine import cache_folder, usable
+from pipepart.machine import cache_folder, usable, usable_cores
 
 __all__ = [
     "Cluster",
@@ -276,7 +276,7 @@ def measure_machine() -> tuple[DeviceKind, LinkKind, int]:
         where, other = torch.device("cuda", 0), torch.device("cuda", count - 1)
         name = torch.cuda.get_device_name(0).lower().replace(" ", "_")
     else:
-        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = usable_cores()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count
         where = other = torch.device("cpu")
         name = "core"

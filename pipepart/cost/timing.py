@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from pipepart.recording import Recording
+from pipepart.recording.model_state.state import preserved
 
 __all__ = ["Context", "now", "own_copy", "split_layer", "state_kept", "time_step", "typical", "whole_step"]
 
@@ -124,22 +125,8 @@ def split_layer(rounds: int = 60) -> float:
 
 @contextmanager
 def state_kept(root: nn.Module) -> Iterator[None]:
-    """Buffers, gradients and the random state are as before, whatever the ops did."""
-    gradients = [(parameter, parameter.grad) for parameter in root.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
-    state = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    try:
+    """The model, its gradients and the random state are as before, whatever the ops did. Inside there are no gradients."""
+    with preserved(root):
+        for parameter in root.parameters():
+            parameter.grad = None
         yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if buffer.shape == before.shape:
-                    buffer.copy_(before)
-        torch.set_rng_state(state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)

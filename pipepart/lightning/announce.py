@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from pipepart.planning import Plan
 from pipepart.planning.describe import format_seconds
+from pipepart.report.figures import measured_step, warm_steps
 
 __all__ = ["measured_against_predicted", "tell"]
 
@@ -27,16 +27,16 @@ def tell(text: str) -> None:
 
 def measured_against_predicted(plan: Plan, step_times: Sequence[float]) -> str:
     """One line after a fit: what a step took, and what the plan had said."""
-    if not step_times:
+    measured = measured_step(step_times)
+    if measured is None:
         return "pipepart: no training step was run, so there is nothing to hold the prediction against"
-    warm = step_times[3:] or step_times  # the first ones announce shapes and fill caches
-    measured = statistics.median(warm)
+    warm = len(warm_steps(step_times))
 
     def against(seconds: float) -> str:
         return f"{format_seconds(seconds)} ({seconds / measured - 1:+.0%})"
 
     by_costs = f" by rehearsal, {against(plan.step_time)} by the costs of its ops" if plan.rehearsed is not None else ""
     return (
-        f"pipepart: measured {format_seconds(measured)} a step (median of {len(warm)}, optimizer not included), "
+        f"pipepart: measured {format_seconds(measured)} a step (median of {warm}, optimizer not included), "
         f"predicted {against(plan.predicted)}{by_costs}"
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,13 +11,17 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from pipepart.errors import PipepartError
+from pipepart.lightning.manifest import (
+    CheckpointError,
+    Content,
+    check,
+    known_contents,
+    manifest_of,
+    others_beside,
+    write_manifest,
+)
 
-__all__ = ["CheckpointError", "SafeCheckpointIO", "digest_of", "manifest_of", "verify"]
-
-
-class CheckpointError(PipepartError):
-    """A checkpoint could not be written, or what is on disk is not what was written."""
+__all__ = ["CheckpointError", "SafeCheckpointIO", "manifest_of", "verify"]
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -43,10 +45,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            entry = {"bytes": part.stat().st_size, "sha256": digest_of(part)}
-            _write_manifest(target, [entry, *_read_manifest(target)][:2])
+            content = Content.of(part)
+            write_manifest(target, {target.name: [content, *_written_before(target)][:2]})
             os.replace(part, target)
-            _write_manifest(target, [entry])
+            write_manifest(target, {target.name: [content]})
             _sync_directory(target.parent)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             with suppress(OSError):
@@ -69,7 +71,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 return super().load_checkpoint(path, map_location, weights_only)
             if "weights_only" in str(error).lower() or "Weights only" in str(error):
                 raise
-            raise CheckpointError(f"the checkpoint {path} cannot be read: {error}{_others(Path(path))}") from error
+            raise CheckpointError(
+                f"the checkpoint {path} cannot be read: {error}{others_beside(Path(path))}"
+            ) from error
 
     def remove_checkpoint(self, path: Any) -> None:
         super().remove_checkpoint(path)
@@ -77,68 +81,22 @@ class SafeCheckpointIO(TorchCheckpointIO):
             manifest_of(Path(path)).unlink(missing_ok=True)
 
 
-def manifest_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.sha256")
-
-
 def verify(path: Any) -> None:
     """Hold a checkpoint file against its manifest. Files without one (from elsewhere) pass."""
     file = Path(path)
     if "://" in str(path) or not file.is_file():
         return
-    known = _read_manifest(file)
-    if not known:
-        return
-    size = file.stat().st_size
-    if all(entry["bytes"] != size for entry in known):
-        raise CheckpointError(
-            f"the checkpoint {file} is damaged: it has {size:,} bytes, and {known[0]['bytes']:,} were written "
-            f"(cut off, or changed by something else).{_others(file)}"
-        )
-    digest = digest_of(file)
-    if all(entry["sha256"] != digest for entry in known):
-        raise CheckpointError(
-            f"the checkpoint {file} is damaged: its content is not what was written (SHA-256 {digest[:16]}..., expected "
-            f"{known[0]['sha256'][:16]}...). If it was changed on purpose, remove {manifest_of(file).name}.{_others(file)}"
-        )
+    contents = _written_before(file)
+    if contents:
+        check(file, {file: contents}, f" If it was changed on purpose, remove {manifest_of(file).name}.")
 
 
-def _others(damaged: Path) -> str:
-    """The newest intact neighbour, to go on with."""
-    candidates = [p for p in damaged.parent.glob("*.ckpt") if p.is_file() and p != damaged and _read_manifest(p)]
-    for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
-        if any(
-            entry["bytes"] == path.stat().st_size and entry["sha256"] == digest_of(path)
-            for entry in _read_manifest(path)
-        ):
-            return f" The newest intact checkpoint beside it: {path}"
-    return " There is no other intact checkpoint beside it."
-
-
-def digest_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _read_manifest(path: Path) -> list[dict[str, Any]]:
+def _written_before(file: Path) -> list[Content]:
+    """The contents that the manifest of a file names; none if it has no manifest that can be read."""
     try:
-        entries = json.loads(manifest_of(path).read_text())["contents"]
-        return [entry for entry in entries if isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)]
-    except (OSError, ValueError, KeyError, TypeError):
+        return known_contents(file).get(file, [])
+    except (OSError, ValueError):
         return []
-
-
-def _write_manifest(path: Path, entries: list[dict[str, Any]]) -> None:
-    manifest = manifest_of(path)
-    part = manifest.with_name(f"{manifest.name}.part")
-    with open(part, "w") as file:
-        json.dump({"file": path.name, "contents": entries}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, manifest)
 
 
 def _sync_directory(path: Path) -> None:

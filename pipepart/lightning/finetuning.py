@@ -8,13 +8,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch.optim import Optimizer
 
+from pipepart.lightning.run_patches import RunPatches
+
 __all__ = ["connect_finetuning"]
 
 
-def connect_finetuning(trainer: Trainer) -> None:
+def connect_finetuning(trainer: Trainer, patches: RunPatches) -> None:
     """Let fine-tuning callbacks ask by identity whether an optimizer has a parameter already."""
     if any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        BaseFinetuning.filter_on_optimizer = staticmethod(_not_in)  # type: ignore[method-assign]
+        # They call it by the name of the class.
+        patches.put(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in))
 
 
 def _not_in(optimizer: Optimizer, params: Any) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.lightning.tracking import log_files
 from pipepart.recording.inputs import trees
 from pipepart.report import save_graph, save_timeline, write_report
-from pipepart.report.figures import plan_figures, step_figures
+from pipepart.report.figures import measured_step, plan_figures, step_figures
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.microbatch import batch_size_of
@@ -93,7 +92,7 @@ class PipelineMonitor(Callback):
         # With accumulation the last optimizer step may come some batches before the figures are recorded.
         if self._every and -self._batch % self._every < trainer.accumulate_grad_batches:
             assert isinstance(trainer.strategy, PipelineStrategy)
-            self._norm = _gradient_norm(trainer.strategy.runtime)
+            self._norm = float(trainer.strategy.runtime.gradient_norm())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -165,7 +164,7 @@ class PipelineMonitor(Callback):
             graph=strategy.runtime.graph,
             costs=strategy.runtime.costs,
             measured=timeline,
-            measured_step=statistics.median(steps[3:] or steps) if steps else None,
+            measured_step=measured_step(steps),
             title=self._title or type(trainer.lightning_module).__name__,
         )
         for logger in trainer.loggers:
@@ -216,22 +215,6 @@ def _in_all_replicas(runtime: StageRuntime, samples: int) -> int:
     with guarded(groups):
         dist.all_reduce(total, group=groups.copies)
     return int(total)
-
-
-@torch.no_grad()
-def _gradient_norm(runtime: StageRuntime) -> float:
-    """The 2-norm of all gradients of the model, before clipping; parameters that stages share count once."""
-    held = runtime.named_parameters()
-    groups = runtime.groups
-    homed = set(held) if groups is None else set(runtime.ownership.homed_at(runtime.stage))
-    square = torch.zeros((), device=runtime.device)
-    for name, parameter in held.items():
-        if name in homed and parameter.grad is not None:
-            square += parameter.grad.float().pow(2).sum()
-    if groups is not None and groups.mesh.stages > 1:
-        with guarded(groups):
-            dist.all_reduce(square, group=groups.pipeline)
-    return float(square.sqrt())
 
 
 def _memory_by_stage(runtime: StageRuntime) -> list[float]:

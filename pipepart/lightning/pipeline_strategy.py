@@ -160,8 +160,9 @@ class PipelineStrategy(WholeStrategy):
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
         seed = torch.initial_seed()
-        connect_finetuning(trainer)
-        connect_summary(trainer)
+        self._patches.undo()  # of a run that has ended without a teardown
+        connect_finetuning(trainer, self._patches)
+        connect_summary(trainer, self._patches)
         self._enter(module, fitting)
         if self._runtime is None:
             self._effects, self._variants = {}, {}
@@ -171,15 +172,15 @@ class PipelineStrategy(WholeStrategy):
             with isolate_rng():  # random numbers that planning draws do not count
                 self._build(trainer, module, "training_step" if fitting else _EVALUATION[TrainerFn(trainer.state.fn)])
         self.runtime.seeds.seed = self.broadcast(seed)
-        self._signals = Signals(trainer, self._groups, self.root_device)
+        self._signals = Signals(trainer, self._groups, self.root_device, self._patches)
         if fitting:
             self.step_times, self._continues = [], False
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             check_scaled_optimizers(self.precision_plugin, self.optimizers)
         self.setup_precision_plugin()
-        connect_scaler(self.precision_plugin, self._groups, self.root_device)
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        connect_scaler(self.precision_plugin, self._groups, self.root_device, self._patches)
+        self._patches.put(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
 
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
         """Record the step on the first batch, agree on a plan, keep this rank's stage."""

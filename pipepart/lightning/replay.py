@@ -25,7 +25,7 @@ from pipepart.recording import Recording
 from pipepart.recording.inputs import trees
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.microbatch import MicrobatchSizes
+from pipepart.runtime.microbatch import MicrobatchSizes, add_up
 from pipepart.runtime.program import StepResult
 
 __all__ = ["merge_values", "replay"]
@@ -179,8 +179,7 @@ def merge_values(
     if len(values) == 1:  # one micro-batch, or made once for the whole batch
         return first
     if law in ("sum", "mean") and isinstance(first, torch.Tensor):
-        factors: Sequence[float] = [1] * len(values) if law == "sum" else sizes.weights
-        return torch.stack([value.detach() * factor for value, factor in zip(values, factors)]).sum(0)
+        return add_up(values, None if law == "sum" else sizes.weights)
     if not isinstance(first, torch.Tensor):
         if isinstance(first, (int, float)) and not isinstance(first, bool):
             return sum(values) if follows.counts else _mean(list(values), sizes)
@@ -199,8 +198,7 @@ def merge_values(
         if first.dim() > 0 and bool((stacked == stacked[0]).all()):
             return first
         return stacked.sum(0)
-    weights = torch.tensor(sizes.weights, dtype=stacked.dtype, device=stacked.device)
-    return (stacked * weights.view(-1, *[1] * first.dim())).sum(0)
+    return add_up(values, sizes.weights)
 
 
 def _mean(values: list[Any], sizes: MicrobatchSizes) -> Any:

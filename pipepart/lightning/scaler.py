@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import Optimizer
 
 from pipepart.errors import ConfigError
+from pipepart.lightning.run_patches import RunPatches
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
 
@@ -28,18 +29,17 @@ def loss_scale_of(plugin: Any, device: torch.device) -> float:
     return float(scaler.get_scale())
 
 
-def connect_scaler(plugin: Any, groups: Groups | None, device: torch.device) -> None:
+def connect_scaler(plugin: Any, groups: Groups | None, device: torch.device, patches: RunPatches) -> None:
     """A gradient that is not finite on one stage counts on all: they skip the step together.
 
     Gradients are looked at in `unscale_`, and, for fused optimizers, which unscale them themselves, in
     `_check_inf_per_device`.
     """
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    if scaler is None or groups is None or hasattr(scaler, "_pipepart"):
+    if scaler is None or groups is None:
         return
     for name in ("unscale_", "_check_inf_per_device"):
-        setattr(scaler, name, _together(getattr(scaler, name), scaler, groups, device))
-    scaler._pipepart = True  # type: ignore[attr-defined]
+        patches.put(scaler, name, _together(getattr(scaler, name), scaler, groups, device))
 
 
 def check_scaled_optimizers(plugin: Any, optimizers: Sequence[Optimizer]) -> None:

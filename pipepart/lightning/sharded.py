@@ -12,7 +12,6 @@ NAME.ckpt/                the directory takes its name when everything is writte
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -27,7 +26,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.optim import Optimizer
 
-from pipepart.lightning.checkpoint_io import CheckpointError, digest_of
+from pipepart.lightning.manifest import (
+    CheckpointError,
+    Content,
+    check,
+    known_contents,
+    manifest_of,
+    others_beside,
+    write_manifest,
+)
 from pipepart.lightning.optimizers import gather_parts, own_part
 from pipepart.runtime import StageRuntime
 
@@ -42,7 +49,7 @@ __all__ = [
     "verify_shards",
 ]
 
-_REST, _MANIFEST = "rest.pt", "manifest.json"
+_REST = "rest.pt"
 
 
 def is_sharded(path: Any) -> bool:
@@ -94,9 +101,7 @@ def save(
             torch.save(rest, file)
             file.flush()
             os.fsync(file.fileno())
-        files = sorted(file for file in part.iterdir())
-        manifest = {file.name: {"bytes": file.stat().st_size, "sha256": digest_of(file)} for file in files}
-        (part / _MANIFEST).write_text(json.dumps(manifest))
+        write_manifest(part, {file.name: [Content.of(file)] for file in sorted(part.iterdir())})
         _take_the_place_of(part, target)
 
     try:
@@ -162,38 +167,12 @@ def verify_shards(path: Any) -> None:
     """Hold a directory against its manifest."""
     folder = Path(path)
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
+        known = known_contents(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"the checkpoint {folder} is damaged: no readable {_MANIFEST} ({error}).{_others(folder)}"
+            f"the checkpoint {folder} is damaged: no readable {manifest_of(folder).name} ({error}).{others_beside(folder)}"
         ) from error
-    for name, entry in manifest.items():
-        file = folder / name
-        if not file.exists():
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing.{_others(folder)}")
-        size = file.stat().st_size
-        if size != entry["bytes"]:
-            raise CheckpointError(
-                f"the checkpoint {folder} is damaged: {name} has {size:,} bytes, and {entry['bytes']:,} were written."
-                f"{_others(folder)}"
-            )
-        if digest_of(file) != entry["sha256"]:
-            raise CheckpointError(
-                f"the checkpoint {folder} is damaged: the content of {name} is not what was written.{_others(folder)}"
-            )
-
-
-def _others(damaged: Path) -> str:
-    """The newest intact neighbour of its kind, to go on with."""
-    candidates = [path for path in damaged.parent.glob("*.ckpt") if path != damaged and is_sharded(path)]
-    for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
-        try:
-            manifest = json.loads((path / _MANIFEST).read_text())
-            if all(digest_of(path / name) == entry["sha256"] for name, entry in manifest.items()):
-                return f" The newest intact checkpoint beside it: {path}"
-        except (OSError, ValueError):
-            continue
-    return ""
+    check(folder, known)
 
 
 def load_rest(path: Any, weights_only: bool | None) -> dict[str, Any]:

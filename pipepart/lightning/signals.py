@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from pipepart.lightning.announce import tell
+from pipepart.lightning.run_patches import RunPatches
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
 
@@ -29,14 +30,14 @@ _log = logging.getLogger("pipepart")
 class Signals:
     """The signals that this rank got, and what all ranks make of them."""
 
-    def __init__(self, trainer: Trainer, groups: Groups | None, device: torch.device) -> None:
+    def __init__(self, trainer: Trainer, groups: Groups | None, device: torch.device, patches: RunPatches) -> None:
         self._trainer, self._groups, self._device = trainer, groups, device
         self._terminate = self._requeue = False
         connector: Any = trainer._signal_connector
         self._save_and_requeue: Callable[[int, Any], None] = type(connector)._slurm_sigusr_handler_fn.__get__(connector)
-        connector._sigterm_notifier_fn = self._on_sigterm
-        connector._slurm_sigusr_handler_fn = self._on_requeue
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._between_steps  # type: ignore[method-assign]
+        patches.put(connector, "_sigterm_notifier_fn", self._on_sigterm)
+        patches.put(connector, "_slurm_sigusr_handler_fn", self._on_requeue)
+        patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._between_steps)
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         if not self._terminate:

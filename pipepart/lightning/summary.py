@@ -10,16 +10,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 
 from pipepart.lightning.announce import tell
+from pipepart.lightning.run_patches import RunPatches
 from pipepart.recording.model_state.state import stand_ins
 
 __all__ = ["connect_summary"]
 
 
-def connect_summary(trainer: Trainer) -> None:
+def connect_summary(trainer: Trainer, patches: RunPatches) -> None:
     """Let the summaries of a trainer find sizes by ``example_input_array`` without any values."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelSummary) and "_summary" not in callback.__dict__:
-            callback.__dict__["_summary"] = partial(_summary, callback._summary)
+        if isinstance(callback, ModelSummary):
+            patches.put(callback, "_summary", partial(_summary, callback._summary))
 
 
 def _summary(original: Callable[..., Any], trainer: Trainer, pl_module: LightningModule) -> Any:

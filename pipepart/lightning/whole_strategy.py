@@ -17,6 +17,7 @@ from pipepart.errors import ConfigError, PipelineError
 from pipepart.lightning.metrics import ConnectedMetrics
 from pipepart.lightning.optimizers import states_to_host
 from pipepart.lightning.recording_strategy import RecordingStrategy
+from pipepart.lightning.run_patches import RunPatches
 from pipepart.lightning.signals import Signals
 from pipepart.runtime import StageRuntime
 
@@ -51,6 +52,10 @@ class WholeStrategy(RecordingStrategy):
     _metrics: ConnectedMetrics | None = None
     _signals: Signals | None = None
     _runs = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._patches = RunPatches()
 
     def whole_parameters(self, gradients: bool = False) -> AbstractContextManager[None]:
         """Inside, every rank sees the values (and gradients) of all parameters and buffers. All ranks must enter together.
@@ -117,6 +122,7 @@ class WholeStrategy(RecordingStrategy):
         """Not the base class's: that one moves the module to the CPU, which parameters of other stages cannot."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._patches.undo()
         self._leave()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -8,9 +8,21 @@ from collections.abc import Sequence
 from pipepart.planning.plan import Plan
 from pipepart.schedule import Timeline
 
-__all__ = ["PREFIX", "plan_figures", "step_figures"]
+__all__ = ["PREFIX", "measured_step", "plan_figures", "step_figures", "warm_steps"]
 
 PREFIX = "pipepart/"
+_WARM_UP = 3
+"""Steps of a run that announce shapes and fill caches."""
+
+
+def warm_steps(step_times: Sequence[float]) -> Sequence[float]:
+    """The steps of a run that count as usual ones: all but the first few, or all where there are no more."""
+    return step_times[_WARM_UP:] or step_times
+
+
+def measured_step(step_times: Sequence[float]) -> float | None:
+    """Seconds of a usual step of a run; None if it had no step. Printed, reported and written figures are this one."""
+    return statistics.median(warm_steps(step_times)) if step_times else None
 
 
 def plan_figures(plan: Plan) -> dict[str, float | int | str | list[int]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from pipepart.machine import usable_cores
+
 __all__ = [
     "Stopwatch",
     "backend_for",
@@ -40,8 +42,7 @@ def limit_threads(processes_here: int) -> None:
     A number that the user has set by OMP_NUM_THREADS is kept.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        torch.set_num_threads(max(1, cores // max(1, processes_here)))
+        torch.set_num_threads(max(1, usable_cores() // max(1, processes_here)))
 
 
 def synchronize(device: torch.device) -> None:

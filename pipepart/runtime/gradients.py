@@ -15,7 +15,7 @@ from pipepart.runtime.replicas import ReplicaMean
 from pipepart.runtime.tracing import Trace
 from pipepart.schedule import Action
 
-__all__ = ["GradientSync", "clip_grad_norm"]
+__all__ = ["GradientSync", "clip_grad_norm", "gradient_norm"]
 
 
 class GradientSync:
@@ -67,6 +67,30 @@ class GradientSync:
             trace.add(Action("REDUCE", self._first_chunk, 0), started)
 
 
+@torch.no_grad()
+def gradient_norm(counted: Sequence[nn.Parameter], groups: Groups | None, device: torch.device) -> torch.Tensor:
+    """The 2-norm of all gradients of the whole model, in float64.
+
+    `counted`: this stage's share of the norm, each parameter on one stage only; it may be empty.
+    """
+    own = nn.utils.get_total_norm([_countable(p.grad) for p in counted if p.grad is not None])
+    norm = own.to(device, torch.float64)
+    if groups is None or groups.mesh.stages == 1:
+        return norm
+    square = norm.square()
+    dist.all_reduce(square, group=groups.pipeline)
+    return square.sqrt()
+
+
+def _countable(gradient: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same norm that `get_total_norm` takes, and takes exactly."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if gradient.dtype in (torch.float16, torch.bfloat16):  # their own norms would be rounded to 16 bits
+        return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return gradient
+
+
 def clip_grad_norm(
     counted: Sequence[nn.Parameter],
     clipped: Sequence[nn.Parameter],
@@ -76,20 +100,11 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Clip by the 2-norm of all gradients of the whole model.
 
-    `counted`: this stage's share of the norm, each parameter on one stage only; `clipped`: all that it holds, which may be
-    nothing.
+    `counted`: as for `gradient_norm`; `clipped`: all parameters that this stage holds, which may be none.
     """
     if groups is None or groups.mesh.stages == 1:
         return nn.utils.clip_grad_norm_(clipped, max_norm)
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    for parameter in counted:
-        if parameter.grad is not None:
-            gradient = parameter.grad.detach()
-            square += (gradient if gradient.dtype == torch.float64 else gradient.float()).pow(2).sum()
-    dist.all_reduce(square, group=groups.pipeline)
-    norm = square.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in clipped:
-        if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+    norm = gradient_norm(counted, groups, device)
+    # In float64 on every stage: copies of a tied parameter are multiplied by the same number.
+    nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
     return norm

@@ -16,7 +16,7 @@ from pipepart.recording.recording import GuardError
 from pipepart.samples.pieces import Pieces
 
 __all__ = [
-    "MicrobatchSizes", "Whole", "batch_size_of", "batched_inputs", "cut_batch", "fitting_cut", "fitting_sizes",
+    "MicrobatchSizes", "Whole", "add_up", "batch_size_of", "batched_inputs", "cut_batch", "fitting_cut", "fitting_sizes",
     "merge_outputs", "microbatch_sizes", "slice_leaves",
 ]  # fmt: skip
 
@@ -145,18 +145,27 @@ def slice_leaves(
     return parts
 
 
+def add_up(values: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
+    """The sum of what the micro-batches gave, or, with the weights of the micro-batches, their mean over the samples."""
+    tensors = [value.detach() for value in values]
+    if weights is not None:
+        tensors = [tensor * weight for tensor, weight in zip(tensors, weights)]
+    return torch.stack(tensors).sum(0)
+
+
 def merge_outputs(
     outputs: Sequence[Sequence[Any]], sizes: MicrobatchSizes, laws: Sequence[str] | None = None
 ) -> list[Any]:
     """Put the flat outputs of all micro-batches together as one batch would have given them.
 
     Outputs with the law "sum" are added. Other scalars are means over the samples; tensors with the batch dimension are
-    concatenated; other float tensors are means; what is no tensor is taken from the last micro-batch.
+    concatenated; other float tensors are means; what is no tensor is taken from the last micro-batch. Values that a step
+    logs or leaves behind have rules of their own (`lightning/replay.py`): users say how to reduce them.
     """
     merged: list[Any] = []
     for values, law in zip(zip(*outputs), laws or repeat("unknown")):
         if law == "sum" and all(isinstance(value, torch.Tensor) for value in values):
-            merged.append(torch.stack([value.detach() for value in values]).sum(0))
+            merged.append(add_up(values))
             continue
         if not all(isinstance(value, torch.Tensor) for value in values):
             merged.append(values[-1])
@@ -170,10 +179,7 @@ def merge_outputs(
             merged.append(torch.cat(tensors) if len(tensors) > 1 else tensors[0])
         elif all(t.shape == tensors[0].shape for t in tensors):
             dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.get_default_dtype()
-            total = torch.zeros_like(tensors[0], dtype=dtype)
-            for tensor, weight in zip(tensors, sizes.weights):
-                total += tensor.to(dtype) * weight
-            merged.append(total)
+            merged.append(add_up([tensor.to(dtype) for tensor in tensors], sizes.weights))
         else:
             merged.append(tensors)
     return merged

@@ -20,7 +20,7 @@ from pipepart.planning import Plan, transfer
 from pipepart.recording import Chunk, Recording
 from pipepart.runtime.accumulation import Accumulation
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.gradients import GradientSync, clip_grad_norm
+from pipepart.runtime.gradients import GradientSync, clip_grad_norm, gradient_norm
 from pipepart.runtime.header import share
 from pipepart.runtime.laying import Laid, lay_out
 from pipepart.runtime.leaving import release_groups, released_with
@@ -298,13 +298,22 @@ class StageRuntime:
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip `parameters` (those of the whole model; what is elsewhere is left out) by their norm over all stages."""
-        held = self.named_parameters()
         wanted = {id(p) for p in parameters}
-        homed = set(self.ownership.homed_at(self.stage))
-        clipped = [p for p in held.values() if id(p) in wanted]
-        counted = [p for name, p in held.items() if id(p) in wanted and (self.groups is None or name in homed)]
+        clipped = [p for p in self.named_parameters().values() if id(p) in wanted]
+        counted = [p for p in self._counted() if id(p) in wanted]
         with guarded(self.groups):
             return clip_grad_norm(counted, clipped, max_norm, self.groups, self.device)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The 2-norm of all gradients of the whole model. Every stage must call it."""
+        with guarded(self.groups):
+            return gradient_norm(self._counted(), self.groups, self.device)
+
+    def _counted(self) -> list[nn.Parameter]:
+        """The parameters that this stage adds to a sum over the model: of those that stages share, one stage counts them."""
+        held = self.named_parameters()
+        homed = set(held) if self.groups is None else set(self.ownership.homed_at(self.stage))
+        return [parameter for name, parameter in held.items() if name in homed]
 
     # ---- the whole model
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipepart.cost import profile, profiled
+from pipepart.cost import profile, profiled, state_kept
 from pipepart.cost.op_costs import SPLIT_LAYERS
 from pipepart.recording import record
 from pipepart.runtime import deferred
@@ -285,3 +285,23 @@ def test_a_model_that_sorts_its_experts_back_is_measured() -> None:
     costs = profile(recording, leaves)
     assert not costs.notes
     assert sum(costs.backward) > 0
+
+
+def test_a_measurement_leaves_the_model_as_it_was() -> None:
+    model = Layers()
+    model.register_buffer("table", torch.zeros(2))
+    model.calls = 0
+    model.head.bias.grad = torch.ones(4)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    random_state = torch.get_rng_state()
+    with state_kept(model):
+        assert model.head.bias.grad is None
+        model(torch.randn(8, 32), torch.zeros(8, dtype=torch.long)).backward()
+        model.calls += 1
+        model.table.data = torch.ones(5)
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(model.head.bias.grad, torch.ones(4))
+    assert model.first[0].weight.grad is None
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -145,6 +146,33 @@ def test_truncated_and_flipped_files_are_named(tmp_path) -> None:
     assert not manifest_of(good).exists()
 
 
+def _as_before(path: Path) -> dict[str, Any]:
+    """The manifest in the form that it had when files and directories had forms of their own."""
+    files = json.loads(manifest_of(path).read_text())["files"]
+    if path.is_dir():
+        return {name: content for name, (content,) in files.items()}
+    return {"file": path.name, "contents": files[path.name]}
+
+
+@pytest.mark.parametrize("kind", ["plain", "shards"])
+def test_manifests_written_before_are_read(tmp_path, kind: str) -> None:
+    path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    for one in (path, other):
+        SafeCheckpointIO().save_checkpoint(_content(1.0), one) if kind == "plain" else _shards(1.0, one)
+        manifest_of(one).write_text(json.dumps(_as_before(one)))
+        assert _value(one) == 1.0
+    file = path if kind == "plain" else path / "rest.pt"
+    _flip(file)
+    with pytest.raises(CheckpointError, match=r"damaged: .*content.* is not what was written.*(other|whole).ckpt"):
+        _value(path)
+    manifest_of(path).write_text("[]")
+    if kind == "plain":  # as a file from elsewhere
+        verify(path)
+    else:
+        with pytest.raises(CheckpointError, match=r"no readable manifest\.json"):
+            sharded.verify_shards(path)
+
+
 @contextmanager
 def _room_for(size: int) -> Iterator[None]:
     """Files cannot grow beyond this size: the system refuses to write more, as on a full disk."""
@@ -201,9 +229,9 @@ def _dies(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
         monkeypatch.setattr(sharded, "_exchange", lambda a, b: os.kill(os.getpid(), signal.SIGKILL))
     elif moment == "between the renames":  # on a system that cannot exchange two names in one step
         monkeypatch.setattr(sharded, "_exchange", lambda a, b: False)
-        at(os, "replace", lambda a, b: str(a).endswith(".part"))
+        at(os, "replace", lambda a, b: str(a).endswith(".ckpt.part"))
     else:
-        at(checkpoint_io, "_write_manifest", lambda path, entries: len(entries) == 1, after=True)
+        at(checkpoint_io, "write_manifest", lambda path, files: len(files[path.name]) == 1, after=True)
         at(shutil, "rmtree", lambda path, **kwargs: str(path).endswith(".part") and sharded.is_sharded(path))
 
 

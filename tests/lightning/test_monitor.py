@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import statistics
 import struct
 import time
 from collections.abc import Iterator
@@ -18,11 +20,14 @@ from support.lightning_modules import Module, loader
 from support.ranks import run_ranks
 
 from pipepart import PipelineStrategy
+from pipepart.cli.fit import _write_results
 from pipepart.errors import ConfigError
 from pipepart.lightning.monitor import PipelineMonitor
 from pipepart.lightning.tracking import SafeWandbLogger
 from pipepart.planning import Plan
+from pipepart.planning.describe import format_seconds
 from pipepart.report import load_graph, load_timeline
+from pipepart.report.figures import measured_step
 
 QUIET = {
     "accelerator": "cpu",
@@ -243,6 +248,34 @@ def test_one_device_with_accumulation_and_own_folder(tmp_path):
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4]
     assert [float(row["pipepart/gradient_norm"]) for row in rows] == pytest.approx(norms, rel=1e-6)
     assert Plan.load(tmp_path / "here" / "plan.json") == Plan.from_json(plan)
+
+
+def test_one_measured_step_is_printed_reported_and_written(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("pipepart.lightning.pipeline_strategy.tell", said.append)
+    strategy = PipelineStrategy(stages=1, microbatches=2)
+    trainer = L.Trainer(
+        strategy=strategy,
+        devices=1,
+        max_steps=6,
+        logger=False,
+        callbacks=[PipelineMonitor(2, tmp_path / "watched")],
+        **QUIET,
+    )
+    trainer.fit(Module("mlp"), loader("mlp", 64, 8))
+    usual = statistics.median(strategy.step_times[3:])
+    assert f"measured {format_seconds(usual)} a step (median of 3," in said[-1]
+    _write_results(trainer, strategy, tmp_path, {"name": "mlp"})
+    assert json.loads((tmp_path / "result.json").read_text())["measured_step"] == usual
+    for page in (tmp_path / "watched" / "report.html", tmp_path / "report.html"):
+        found = re.search(r'"measured_step":([^,}]+)', page.read_text())
+        assert found is not None
+        assert float(found.group(1)) == pytest.approx(usual)
+
+
+@pytest.mark.parametrize(("steps", "usual"), [([], None), ([5.0], 5.0), ([9.0, 8.0, 7.0, 1.0, 2.0, 3.0], 2.0)])
+def test_the_first_steps_do_not_count(steps, usual):
+    assert measured_step(steps) == usual
 
 
 def test_other_strategies_are_left_in_peace(tmp_path):

@@ -171,8 +171,12 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
             module._buffers.update(known)
         with torch.no_grad():
             for buffer, value in buffers:  # not by version: batch norm changes its statistics without counting
-                if not buffer.is_meta:
+                if buffer.is_meta:
+                    continue
+                if buffer.shape == value.shape:
                     buffer.copy_(value)
+                else:  # a table that was made longer in place
+                    buffer.data = value
         for parameter, grad in grads:
             parameter.grad = grad
         torch.set_rng_state(rng)
