@@ -120,7 +120,7 @@ class Pipeline:
         self._variants = {name: Variants(name, [name], 1) for name in ("step", "evaluate")}
         self._nothing = nn.Parameter(torch.empty(0, device=self._device))
         """What stands for the parameters of a stage that has none."""
-        self._trace = False
+        self._tracing = False
         self._accumulating = False
         self._continues = False
         """The last step was one of `accumulate`, and its gradients wait for the next."""
@@ -238,7 +238,7 @@ class Pipeline:
         result = self._runtime.train(
             leaves,
             name=name,
-            trace=self._trace,
+            trace=self._tracing,
             reduce=not self._accumulating,
             continues=self._continues,
             ahead=coming,
@@ -335,15 +335,27 @@ class Pipeline:
             )
         variants.added(name, runtime)
 
-    def record_trace(self, on: bool = True) -> None:
-        """Time every action of the following training steps; `trace` then has the last one."""
-        self._trace = on
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Time every action of the training steps inside; `trace` then has the last one.
+
+        ```python
+        with pipe.tracing():
+            pipe.step(inputs, targets)
+        print(pipe.trace.step_time)
+        ```
+        """
+        before, self._tracing = self._tracing, True
+        try:
+            yield
+        finally:
+            self._tracing = before
 
     @property
     def trace(self) -> Timeline:
         """The measured timeline of the last traced step, of all stages of this replica."""
         if self._runtime.timeline is None:
-            raise PlanError("no step was traced: call record_trace() before step()")
+            raise PlanError("no step was traced: call step() inside `with pipe.tracing():`")
         return self._runtime.timeline
 
     # ---- parameters
