@@ -1,46 +1,39 @@
-"""The options of a pipeline, which `PipelineStrategy` and `Pipeline` share."""
+"""The options of a pipeline, which `PipelineStrategy`, `Pipeline` and the command line share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
 
-from pipepart.errors import ConfigError, did_you_mean
-from pipepart.planning import Plan
-from pipepart.recording.inputs.batching import BatchDim
+from pipepart.errors import ConfigError, PlanError, did_you_mean
+from pipepart.planning import Plan, PlanOptions
+from pipepart.recording.inputs.batching import BatchDim, check_batch_dim
 
-__all__ = ["Options", "check_loss"]
-
-LOSSES = ("batch", "microbatch")
+__all__ = ["Options", "words_of"]
 
 
-@dataclass(frozen=True)
-class Options:
-    """How the user wants it planned. Everything is ``"auto"`` by default; a plan that was saved can be given instead."""
+@dataclass(frozen=True, kw_only=True)
+class Options(PlanOptions):
+    """The one declaration of names, types and defaults. Options with an invalid value cannot be made.
 
-    stages: int | str = "auto"
-    replicas: int | str = "auto"
-    microbatches: int | str = "auto"
-    schedule: str = "auto"
-    chunks: int | str = "auto"
-    slack: int | str = "auto"
-    keep_together: Sequence[Sequence[str]] = field(default=())
-    split_at: Sequence[str] | None = None
-    plan: Plan | None = None
+    Signatures, the configuration and the tables of the docs repeat them for the reader; tests/test_options.py compares
+    each of them with this class.
+    """
+
+    plan: Plan | str | Path | None = None
+    """A plan that was saved, or the path of its file, which is read at once. Its stages and replicas are then used."""
     timeout: float = 300.0
     """Seconds after which a transfer or collective that does not finish is an error."""
-    transport: str = "auto"
-    """How tensors travel between stages: ``auto``, ``group`` (gloo, NCCL) or ``shared_memory``."""
-    recompute: bool | str = "auto"
-    """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
-    memory_limit: float | None = None
-    """Bytes that one device may use."""
-    batch_norm: str = "microbatch"
+    transport: Literal["auto", "group", "shared_memory"] = "auto"
+    """How tensors travel between stages: ``group`` (gloo, NCCL), ``shared_memory``, or ``auto``: the faster that fits."""
+    batch_norm: Literal["microbatch", "batch"] = "microbatch"
     """When running statistics change: with every ``microbatch``, or once per ``batch``."""
-    loss: str = "batch"
+    loss: Literal["batch", "microbatch"] = "batch"
     """What a loss divides by (tokens, weights, samples): that of the whole ``batch``, over all micro-batches, replicas and
     accumulated batches, as one process would; or that of each ``microbatch``, which then counts by its samples."""
-    randomness: str = "op"
+    randomness: Literal["op", "stage"] = "op"
     """Random numbers of steps: seeded for each ``op`` that draws, so that they are the same for any number of stages and
     any schedule; or from the stream of each ``stage``."""
     verify: bool = False
@@ -50,8 +43,37 @@ class Options:
     """The dimension of the samples in the leaves of a batch, or a mapping from the paths of leaves to theirs (None: the
     leaf is not cut). A module with a method ``split(batch, n)`` cuts its batches itself."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("transport", "batch_norm", "loss"):
+            value, words = getattr(self, name), words_of(Options, name)
+            if value not in words:
+                raise ConfigError(f"{name} {value!r} is not known: {did_you_mean(value, words)}")
+        if self.randomness not in words_of(Options, "randomness"):
+            raise ConfigError(
+                f"randomness={self.randomness!r} is not known: expected 'op' (each op that draws is seeded by the seed, the "
+                "step, the replica, the micro-batch and itself) or 'stage' (each process draws from its own stream)."
+            )
+        check_batch_dim(self.batch_dim)
+        self._take_plan()
 
-def check_loss(loss: str) -> None:
-    """Refuse another value than those of `Options.loss`."""
-    if loss not in LOSSES:
-        raise ConfigError(f"loss {loss!r} is not known: {did_you_mean(loss, LOSSES)}")
+    def _take_plan(self) -> None:
+        plan = Plan.load(self.plan) if isinstance(self.plan, (str, Path)) else self.plan
+        if plan is None:
+            return
+        if not isinstance(plan, Plan):
+            raise PlanError(f"plan must be a Plan or the path of a file with one, got {type(plan).__name__}")
+        for name, value in {"plan": plan, "stages": plan.stages, "replicas": plan.replicas}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def given_plan(self) -> Plan | None:
+        """`plan`, after its file was read."""
+        assert not isinstance(self.plan, (str, Path))
+        return self.plan
+
+
+@cache
+def words_of(options: type, name: str) -> tuple[Any, ...]:
+    """The words that an option takes, which its type lists."""
+    return get_args(get_type_hints(options)[name])

@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,21 +18,19 @@ from pipepart.build.batch_verdict import SamplesMeet
 from pipepart.build.step_variants import Variants, leaves_ahead
 from pipepart.build.verification import verification
 from pipepart.errors import PlanError
-from pipepart.options import Options, check_loss
-from pipepart.planning import Plan, check_request
+from pipepart.options import Options
+from pipepart.planning import Plan
+from pipepart.planning.request import ScheduleName
 from pipepart.recording import Recording, record
 from pipepart.recording.inputs import trees
-from pipepart.recording.inputs.batching import BatchDim, check_batch_dim
+from pipepart.recording.inputs.batching import BatchDim
 from pipepart.recording.model_state.places import Place
-from pipepart.runtime.batch_norm import check_batch_norm
 from pipepart.runtime.device import limit_threads
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.launch import join_job, processes_on_this_host, world_size
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
-from pipepart.runtime.randomness import check_randomness
-from pipepart.runtime.transport import check_transport
 from pipepart.samples.pieces import pieces_of
 from pipepart.samples.window import NOT_KNOWN_AHEAD, CountsAlike
 from pipepart.schedule import Timeline
@@ -54,7 +53,7 @@ class Pipeline:
 
     `module_or_step` is a module whose forward returns the loss, or a bound method of a module that does. The example
     has the shapes of a whole batch. Under `torchrun` every rank makes the same calls; the batch of the first stage of
-    each replica is the one that counts.
+    each replica is the one that counts. `plan` takes a plan that was saved, or the path of its file.
     """
 
     def __init__(
@@ -63,51 +62,26 @@ class Pipeline:
         example_args: Sequence[Any] = (),
         example_kwargs: Mapping[str, Any] | None = None,
         *,
-        plan: Plan | None = None,
-        stages: int | str = "auto",
-        replicas: int | str = "auto",
-        microbatches: int | str = "auto",
-        schedule: str = "auto",
-        chunks: int | str = "auto",
-        slack: int | str = "auto",
+        plan: Plan | str | Path | None = None,
+        stages: int | Literal["auto"] = "auto",
+        replicas: int | Literal["auto"] = "auto",
+        microbatches: int | Literal["auto"] = "auto",
+        schedule: ScheduleName | str = "auto",
+        chunks: int | Literal["auto"] = "auto",
+        slack: int | Literal["auto"] = "auto",
         keep_together: Sequence[Sequence[str]] = (),
         split_at: Sequence[str] | None = None,
         timeout: float = 300.0,
-        transport: str = "auto",
-        recompute: bool | str = "auto",
+        transport: Literal["auto", "group", "shared_memory"] = "auto",
+        recompute: bool | Literal["auto"] = "auto",
         memory_limit: float | None = None,
-        batch_norm: str = "microbatch",
-        loss: str = "batch",
-        randomness: str = "op",
+        batch_norm: Literal["microbatch", "batch"] = "microbatch",
+        loss: Literal["batch", "microbatch"] = "batch",
+        randomness: Literal["op", "stage"] = "op",
         verify: bool = False,
         batch_dim: BatchDim = 0,
     ) -> None:
-        check_batch_norm(batch_norm)
-        check_loss(loss)
-        check_randomness(randomness)
-        check_batch_dim(batch_dim)
-        check_request(schedule, microbatches, stages, recompute)
-        check_transport(transport)
-        options = Options(
-            stages=plan.stages if plan else stages,
-            replicas=plan.replicas if plan else replicas,
-            microbatches=microbatches,
-            schedule=schedule,
-            chunks=chunks,
-            slack=slack,
-            keep_together=keep_together,
-            split_at=split_at,
-            plan=plan,
-            timeout=timeout,
-            transport=transport,
-            recompute=recompute,
-            memory_limit=memory_limit,
-            batch_norm=batch_norm,
-            loss=loss,
-            randomness=randomness,
-            verify=verify,
-            batch_dim=batch_dim,
-        )
+        options = Options.among(locals())
         self._device = join_job(timedelta(seconds=timeout))
         mesh = fit_mesh(world_size(), options.stages, options.replicas)
         limit_threads(processes_on_this_host())
@@ -120,7 +94,7 @@ class Pipeline:
         self._variants = {name: Variants(name, [name], 1) for name in ("step", "evaluate")}
         self._nothing = nn.Parameter(torch.empty(0, device=self._device))
         """What stands for the parameters of a stage that has none."""
-        self._trace = False
+        self._tracing = False
         self._accumulating = False
         self._continues = False
         """The last step was one of `accumulate`, and its gradients wait for the next."""
@@ -238,7 +212,7 @@ class Pipeline:
         result = self._runtime.train(
             leaves,
             name=name,
-            trace=self._trace,
+            trace=self._tracing,
             reduce=not self._accumulating,
             continues=self._continues,
             ahead=coming,
@@ -335,15 +309,27 @@ class Pipeline:
             )
         variants.added(name, runtime)
 
-    def record_trace(self, on: bool = True) -> None:
-        """Time every action of the following training steps; `trace` then has the last one."""
-        self._trace = on
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Time every action of the training steps inside; `trace` then has the last one.
+
+        ```python
+        with pipe.tracing():
+            pipe.step(inputs, targets)
+        print(pipe.trace.step_time)
+        ```
+        """
+        before, self._tracing = self._tracing, True
+        try:
+            yield
+        finally:
+            self._tracing = before
 
     @property
     def trace(self) -> Timeline:
         """The measured timeline of the last traced step, of all stages of this replica."""
         if self._runtime.timeline is None:
-            raise PlanError("no step was traced: call record_trace() before step()")
+            raise PlanError("no step was traced: call step() inside `with pipe.tracing():`")
         return self._runtime.timeline
 
     # ---- parameters

@@ -20,7 +20,7 @@ from pipepart.cost.cluster import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
-from pipepart.planning import Plan, Request, auto_microbatches, make_plan, transfer
+from pipepart.planning import Plan, auto_microbatches, make_plan, transfer
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
 from pipepart.recording import Recording, prove_chunks, split
 from pipepart.recording.inputs import trees
@@ -78,8 +78,8 @@ def example_microbatch(
 
 def _fixed_count(options: Options) -> int | None:
     """The number of micro-batches, if it is not free."""
-    if options.plan is not None:
-        return options.plan.microbatches
+    if options.given_plan is not None:
+        return options.given_plan.microbatches
     if options.microbatches == "auto" and options.schedule.endswith(".csv"):
         return read_csv(options.schedule).microbatches
     return None if options.microbatches == "auto" else int(options.microbatches)
@@ -106,7 +106,7 @@ def agree_on_plan(
     cuts: list[Cut] = []
     agree = partial(_all, groups=groups)
     with guarded(groups):
-        plan = options.plan
+        plan = options.given_plan
         if plan is None and any(parameter.is_meta for parameter in recording.root.parameters()):
             costs = _computed(graph, groups)
         elif plan is None:
@@ -178,17 +178,10 @@ def _make(
     mesh: Mesh,
 ) -> Plan:
     device = next((parameter.device.type for parameter in recording.root.parameters()), "cpu")
-    request = Request(
-        stages=mesh.stages,
-        replicas=mesh.replicas,
-        microbatches=cut.microbatches,
-        schedule=options.schedule,
-        chunks=options.chunks,
-        slack=options.slack,
-        keep_together=tuple(tuple(group) for group in options.keep_together),
-        split_at=None if options.split_at is None else tuple(options.split_at),
-        recompute=options.recompute,
-        memory_limit=options.memory_limit,
+    request = options.request(
+        mesh.stages,
+        mesh.replicas,
+        cut.microbatches,
         link=BETWEEN_GPUS if device == "cuda" else LOCAL_LINK,
         handling=Handling() if device == "cuda" else BY_PROCESSOR,
     )

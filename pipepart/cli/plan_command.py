@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,17 @@ from pipepart.cli.console import quiet_libraries, shown
 from pipepart.cli.train import resolve_devices
 from pipepart.cost.cluster import Cluster, cluster_from
 from pipepart.errors import ConfigError
+from pipepart.lightning.options import StrategyOptions
 from pipepart.options import Options
-from pipepart.planning import Plan, check_request
-from pipepart.planning import plan as plan_for
+from pipepart.planning import Plan
+from pipepart.planning.entry import Target, plan_for
 from pipepart.recording import Recording, record, record_step
-from pipepart.recording.inputs.batching import check_batch_dim
 from pipepart.runtime import Mesh, fit_mesh
 
 __all__ = ["made_by", "plan"]
 
 _HERE = torch.device("cpu")
 _DTYPES = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
-_ASKED = (
-    "stages", "replicas", "microbatches", "schedule", "chunks", "slack", "keep_together", "split_at", "recompute",
-    "memory_limit",
-)  # fmt: skip
 
 
 def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False, output: Path | None = None) -> int:
@@ -44,10 +40,9 @@ def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False,
     if len(named) > 1:
         raise ConfigError(f"one module:callable at a time, got {' and '.join(named)}")
     config = checked(compose_config(overrides, "plan", extra))
-    strategy = config["strategy"]
-    check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"], strategy["recompute"])
+    options = StrategyOptions.among({**config["strategy"], "plan": None})  # this command makes one
     cluster = None if config["cluster"].get("measured") else cluster_from(config["cluster"])
-    found, notes = _plan_for(config, cluster, named[0] if named else None)
+    found, notes = _made(config, options, cluster, named[0] if named else None)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         found.save(output)
@@ -71,28 +66,23 @@ def _devices(config: dict[str, Any], cluster: Cluster | None) -> int:
     return resolve_devices(config) * int(config["launcher"]["nodes"])
 
 
-def _plan_for(config: dict[str, Any], cluster: Cluster | None, named: str | None) -> tuple[Plan, Sequence[str]]:
+def _made(
+    config: dict[str, Any], options: Options, cluster: Cluster | None, named: str | None
+) -> tuple[Plan, Sequence[str]]:
     """The plan, and what there is to say of the recorded step."""
-    strategy, devices = config["strategy"], _devices(config, cluster)
-    mesh = fit_mesh(devices, strategy["stages"], strategy["replicas"])  # also refuses what cannot be
-    check_batch_dim(strategy["batch_dim"])
-    options = Options(
-        mesh.stages, mesh.replicas, strategy["microbatches"], strategy["schedule"], batch_dim=strategy["batch_dim"]
-    )
-    step = _recipe_step(config, options, mesh) if named is None else _callable(named, options, mesh)
+    devices = _devices(config, cluster)
+    mesh = fit_mesh(devices, options.stages, options.replicas)  # also refuses what cannot be
+    fixed = replace(options, stages=mesh.stages, replicas=mesh.replicas)
+    step = _recipe_step(config, fixed, mesh) if named is None else _callable(named, fixed, mesh)
     precision = str(config["trainer"]["precision"])
-    found = plan_for(
-        step.recording,
-        step.args,
-        step.kwargs,
-        cluster=cluster,
-        devices=devices,
+    target = Target(
+        cluster,
+        devices,
         batch_size=step.batch_size,
-        each_replica=True,  # every replica has a loader of its own
         dtype=next((name for key, name in _DTYPES.items() if precision.startswith(key)), None),
-        **{name: strategy[name] for name in _ASKED},
+        each_replica=True,  # every replica has a loader of its own
     )
-    return found, step.recording.notes
+    return plan_for(step.recording, step.args, step.kwargs, options, target), step.recording.notes
 
 
 @dataclass(frozen=True)

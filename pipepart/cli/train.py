@@ -62,15 +62,15 @@ def resolve_devices(config: dict[str, Any]) -> int:
 
 def check_run(config: dict[str, Any]) -> None:
     """Refuse here what can be refused before any process is started."""
-    from pipepart.planning import check_request
+    from pipepart.lightning.options import StrategyOptions
     from pipepart.runtime import fit_mesh
 
     strategy, launcher = config["strategy"], config["launcher"]
-    check_request(strategy["schedule"], strategy["microbatches"], strategy["stages"], strategy.get("recompute", "auto"))
-    if not strategy.get("plan"):
-        fit_mesh(int(config["devices"]) * int(launcher["nodes"]), strategy["stages"], strategy["replicas"])
-    elif not Path(strategy["plan"]).is_file():
+    if strategy.get("plan") and not Path(strategy["plan"]).is_file():
         raise ConfigError(f"strategy.plan: there is no file {strategy['plan']!r}")
+    options = StrategyOptions.among(strategy)
+    if options.plan is None:
+        fit_mesh(int(config["devices"]) * int(launcher["nodes"]), options.stages, options.replicas)
     if config["resume"] is not None and not Path(config["resume"]).is_file():
         raise ConfigError(f"resume: there is no checkpoint {config['resume']!r}")
     if launcher["nodes"] > 1 and not launcher["address"] and not already_started():

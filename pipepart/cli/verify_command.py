@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,11 @@ def verify(words: Sequence[str], extra: Path | None = None) -> int:
 
 def verify_here(config: dict[str, Any], named: str) -> None:
     """What one rank does for a `module:callable`."""
+    from pipepart.options import Options
     from pipepart.pipeline import Pipeline
 
     module, arguments = made_by(named)
-    known = signature(Pipeline).parameters
-    options = {name: value for name, value in config["strategy"].items() if name in known and name != "plan"}
+    options = {name: config["strategy"][name] for name in Options.names() if name != "plan"}
     pipe = Pipeline(module, arguments, **options)
     if os.environ.get("RANK", "0") == "0":
         print(pipe.plan.describe(), flush=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -26,21 +27,19 @@ from pipepart.lightning.example import first_batch, open_loader, reopen, steps_a
 from pipepart.lightning.finetuning import connect_finetuning
 from pipepart.lightning.materialise import check_can_be_filled, empty_names, fill, refuse_unfilled
 from pipepart.lightning.mesh_strategy import same_weights_everywhere
+from pipepart.lightning.options import StrategyOptions
 from pipepart.lightning.recording_strategy import flattener
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
 from pipepart.lightning.replay import replay
 from pipepart.lightning.scaler import check_scaled_optimizers, connect_scaler, loss_scale_of
 from pipepart.lightning.signals import Signals
 from pipepart.lightning.summary import connect_summary
-from pipepart.lightning.whole_strategy import WholeStrategy, check_after
-from pipepart.options import Options, check_loss
-from pipepart.planning import Plan, check_request
-from pipepart.recording.inputs.batching import BatchDim, check_batch_dim
-from pipepart.runtime.batch_norm import check_batch_norm
+from pipepart.lightning.whole_strategy import WholeStrategy
+from pipepart.planning import Plan
+from pipepart.planning.request import ScheduleName
+from pipepart.recording.inputs.batching import BatchDim
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects
-from pipepart.runtime.randomness import check_randomness
-from pipepart.runtime.transport import check_transport
 from pipepart.samples.window import NOT_KNOWN_AHEAD
 
 __all__ = ["PipelineStrategy"]
@@ -62,35 +61,37 @@ class PipelineStrategy(WholeStrategy):
     ```
 
     The whole `training_step` is recorded on the first batch, cut into stages by measured cost, and run on micro-batches.
-    `plan` takes a plan that was saved. `example_batch` is for data that can be read only once. With `sharded=True` each
-    stage writes its own part of a checkpoint; by default it is one plain file that Lightning loads without pipepart.
-    When a run has ended, every rank has the whole module, as with DDP; with `after="parts"` it keeps its part.
-    A module that is built on the meta device is never whole anywhere: each rank fills what it holds.
+    `plan` takes a plan that was saved, or the path of its file. `example_batch` is for data that can be read only once.
+    With `sharded=True` each stage writes its own part of a checkpoint; by default it is one plain file that Lightning
+    loads without pipepart. When a run has ended, every rank has the whole module, as with DDP; with `after="parts"` it
+    keeps its part. A module that is built on the meta device is never whole anywhere: each rank fills what it holds.
+    All options are in docs/options.md.
     """
 
     strategy_name: ClassVar[str] = "pipepart"
 
     def __init__(
         self,
-        stages: int | str = "auto",
-        replicas: int | str = "auto",
-        microbatches: int | str = "auto",
-        schedule: str = "auto",
-        chunks: int | str = "auto",
-        slack: int | str = "auto",
+        *,
+        stages: int | Literal["auto"] = "auto",
+        replicas: int | Literal["auto"] = "auto",
+        microbatches: int | Literal["auto"] = "auto",
+        schedule: ScheduleName | str = "auto",
+        chunks: int | Literal["auto"] = "auto",
+        slack: int | Literal["auto"] = "auto",
         keep_together: Sequence[Sequence[str]] = (),
         split_at: Sequence[str] | None = None,
-        plan: Plan | str | None = None,
+        plan: Plan | str | Path | None = None,
         example_batch: Any = None,
         sharded: bool = False,
         timeout: float = 300.0,
-        recompute: bool | str = "auto",
+        recompute: bool | Literal["auto"] = "auto",
         memory_limit: float | None = None,
-        transport: str = "auto",
-        batch_norm: str = "microbatch",
-        randomness: str = "op",
-        after: str = "whole",
-        loss: str = "batch",
+        transport: Literal["auto", "group", "shared_memory"] = "auto",
+        batch_norm: Literal["microbatch", "batch"] = "microbatch",
+        randomness: Literal["op", "stage"] = "op",
+        after: Literal["whole", "parts"] = "whole",
+        loss: Literal["batch", "microbatch"] = "batch",
         verify: bool = False,
         batch_dim: BatchDim = 0,
         accelerator: Accelerator | None = None,
@@ -99,34 +100,7 @@ class PipelineStrategy(WholeStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_request(schedule, microbatches, stages, recompute)
-        check_transport(transport)
-        check_batch_norm(batch_norm)
-        check_randomness(randomness)
-        check_after(after)
-        check_loss(loss)
-        check_batch_dim(batch_dim)
-        loaded = Plan.load(plan) if isinstance(plan, str) else plan
-        options = Options(
-            stages=loaded.stages if loaded else stages,
-            replicas=loaded.replicas if loaded else replicas,
-            microbatches=microbatches,
-            schedule=schedule,
-            chunks=chunks,
-            slack=slack,
-            keep_together=keep_together,
-            split_at=split_at,
-            plan=loaded,
-            timeout=timeout,
-            transport=transport,
-            recompute=recompute,
-            memory_limit=memory_limit,
-            batch_norm=batch_norm,
-            loss=loss,
-            randomness=randomness,
-            verify=verify,
-            batch_dim=batch_dim,
-        )
+        options = StrategyOptions.among(locals())
         super().__init__(options, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.sharded, self.after = sharded, after
         self._example_batch = example_batch

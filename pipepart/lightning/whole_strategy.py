@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from pipepart.errors import ConfigError, PipelineError
+from pipepart.errors import PipelineError
 from pipepart.lightning.metrics import ConnectedMetrics
 from pipepart.lightning.optimizers import states_to_host
 from pipepart.lightning.recording_strategy import RecordingStrategy
@@ -21,18 +21,10 @@ from pipepart.lightning.run_patches import RunPatches
 from pipepart.lightning.signals import Signals
 from pipepart.runtime import StageRuntime
 
-__all__ = ["WholeStrategy", "check_after"]
+__all__ = ["WholeStrategy"]
 
 _CUT = "_pipepart_cut"
 """The attribute of a module of which this process holds a part only: the runtime that can make it whole again."""
-
-
-def check_after(after: str) -> None:
-    if after not in ("whole", "parts"):
-        raise ConfigError(
-            f"after={after!r} is not known: expected 'whole' (when a run has ended, every rank has the whole module) or "
-            "'parts' (each rank keeps the values of its stage only)."
-        )
 
 
 class _Cut:

@@ -6,6 +6,7 @@ Knows graphs, costs, partitions and schedules, for a cluster that need not exist
 from pipepart.planning.describe import describe, format_bytes, format_seconds
 from pipepart.planning.entry import plan
 from pipepart.planning.layout import Layout
+from pipepart.planning.options import PlanOptions
 from pipepart.planning.plan import ChunkPlan, Plan, StageMemory, Traffic
 from pipepart.planning.planner import Request, auto_microbatches, check_request, make_plan
 from pipepart.planning.transfer import transfer
@@ -14,6 +15,7 @@ __all__ = [
     "ChunkPlan",
     "Layout",
     "Plan",
+    "PlanOptions",
     "Request",
     "StageMemory",
     "Traffic",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,14 +15,15 @@ from pipepart.cost.cluster import Cluster, load_cluster, this_machine
 from pipepart.cost.given import given_costs
 from pipepart.errors import PlanError
 from pipepart.graph import Captured, OpGraph, capture, op_graph
+from pipepart.planning.options import PlanOptions
 from pipepart.planning.plan import Plan
-from pipepart.planning.request import Request, check_request
+from pipepart.planning.request import ScheduleName
 from pipepart.planning.shapes import Wish, search
 from pipepart.planning.sources import Analytic, Costs, Given, Profiled, batch_of
 from pipepart.recording import Recording
 from pipepart.schedule import read_csv
 
-__all__ = ["plan"]
+__all__ = ["Target", "plan", "plan_for"]
 
 
 def plan(
@@ -31,23 +33,20 @@ def plan(
     *,
     cluster: Cluster | str | Path | None = None,
     devices: int | None = None,
-    stages: int | str = "auto",
-    replicas: int | str = "auto",
-    microbatches: int | str = "auto",
-    schedule: str = "auto",
-    chunks: int | str = "auto",
-    slack: int | str = "auto",
-    recompute: bool | str = "auto",
-    cost: str | Path = "auto",
+    stages: int | Literal["auto"] = "auto",
+    replicas: int | Literal["auto"] = "auto",
+    microbatches: int | Literal["auto"] = "auto",
+    schedule: ScheduleName | str = "auto",
+    chunks: int | Literal["auto"] = "auto",
+    slack: int | Literal["auto"] = "auto",
+    recompute: bool | Literal["auto"] = "auto",
+    cost: Literal["auto", "profile", "analytic"] | str | Path = "auto",
     memory_limit: float | None = None,
     batch_size: int | None = None,
-    each_replica: bool = False,
     keep_together: Sequence[Sequence[str]] = (),
     split_at: Sequence[str] | None = None,
     optimizer_factor: float = 2.0,
     dtype: str | None = None,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    variant: str = "",
 ) -> Plan:
     """Plan a model for a cluster: everything that is ``"auto"`` is chosen for the shortest simulated step.
 
@@ -57,39 +56,60 @@ def plan(
     it (default: all). ``cost``: ``"profile"`` measures every op here, ``"analytic"`` computes from FLOPs and bytes
     (the model may be on the meta device), a path reads a file; ``"auto"`` profiles on this machine and computes for
     others. ``memory_limit``: bytes per device. ``batch_size``: samples of one step over all replicas (default: those
-    of the example); with ``each_replica`` they are those of one, as under Lightning, where every replica has a loader
-    of its own, and the most samples per second win. ``optimizer_factor``: bytes of optimizer state per parameter byte.
-    ``dtype``: the dtype that ``"analytic"`` computes in. ``context`` and ``variant``: the precision that ``"profile"``
-    runs under, and its name.
+    of the example). ``optimizer_factor``: bytes of optimizer state per parameter byte. ``dtype``: the dtype that
+    ``"analytic"`` computes in.
     """
-    check_request(schedule, microbatches, stages, recompute)
-    if schedule.endswith(".csv"):  # it says for how many stages and micro-batches it is
-        written = read_csv(schedule)
+    options = PlanOptions.among(locals())
+    target = Target(cluster, devices, cost, batch_size, optimizer_factor, dtype)
+    return plan_for(captured_or_module, args, kwargs, options, target)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan is made for, besides the options of the pipeline."""
+
+    cluster: Cluster | str | Path | None = None
+    devices: int | None = None
+    cost: Literal["auto", "profile", "analytic"] | str | Path = "auto"
+    batch_size: int | None = None
+    """Samples of one step, over all replicas."""
+    optimizer_factor: float = 2.0
+    dtype: str | None = None
+    each_replica: bool = False
+    """The samples are those of one replica, as under Lightning, where every replica has a loader of its own: the most
+    samples per second win."""
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The precision that ops are measured under."""
+    variant: str = ""
+    """The name of that precision."""
+
+
+def plan_for(
+    captured_or_module: Captured | Recording | nn.Module | Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    options: PlanOptions,
+    target: Target,
+) -> Plan:
+    """Make the plan that `plan` returns; the command line, which plans for a loader per replica, calls this."""
+    stages, microbatches = options.stages, options.microbatches
+    if options.schedule.endswith(".csv"):  # it says for how many stages and micro-batches it is
+        written = read_csv(options.schedule)
         stages = written.stages if stages == "auto" else stages
         microbatches = written.microbatches if microbatches == "auto" else microbatches
     recording, graph = _recorded(captured_or_module, args, kwargs)
-    where = _cluster(cluster, devices, stages, replicas)
+    where = _cluster(target.cluster, target.devices, stages, options.replicas)
     captured_batch = batch_of(recording)
-    source = _source(cost, recording, graph, where, captured_batch, args, kwargs, cluster, dtype, context, variant)
+    source = _source(target, recording, graph, where, captured_batch, args, kwargs)
     parameters = dict(recording.root.named_parameters())
     wish = Wish(
-        batch_size=captured_batch if batch_size is None else batch_size,
+        batch_size=captured_batch if target.batch_size is None else target.batch_size,
         devices=where.size,
         stages=stages,
-        replicas=replicas,
+        replicas=options.replicas,
         microbatches=microbatches,
-        each_replica=each_replica,
-        request=Request(
-            stages=1,
-            schedule=schedule,
-            chunks=chunks,
-            slack=slack,
-            keep_together=tuple(tuple(group) for group in keep_together),
-            split_at=None if split_at is None else tuple(split_at),
-            recompute=recompute,
-            memory_limit=memory_limit,
-            optimizer_factor=optimizer_factor,
-        ),
+        each_replica=target.each_replica,
+        request=options.request(stages=1, optimizer_factor=target.optimizer_factor),
     )
     if wish.batch_size < 1:
         raise PlanError(f"batch_size must be at least 1, got {wish.batch_size}")
@@ -125,24 +145,20 @@ def _cluster(
 
 
 def _source(
-    cost: str | Path,
+    target: Target,
     recording: Recording,
     graph: OpGraph,
     cluster: Cluster,
     captured_batch: int,
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
-    asked: Cluster | str | Path | None,
-    dtype: str | None,
-    context: Callable[[], AbstractContextManager[Any]],
-    variant: str,
 ) -> Costs:
     meta = any(p.is_meta for p in recording.root.parameters())
-    here = asked is None or cluster.name == "local"
+    cost, here = target.cost, target.cluster is None or cluster.name == "local"
     if cost == "auto":
         cost = "profile" if here and not meta and (args is not None or kwargs) else "analytic"
     if cost == "analytic":
-        return Analytic(graph, cluster, captured_batch, dtype)
+        return Analytic(graph, cluster, captured_batch, target.dtype)
     if cost != "profile":
         return Given(given_costs(cost, [op.name for op in graph.ops]), captured_batch)
     if not here:
@@ -157,4 +173,4 @@ def _source(
     leaves = recording.flatten(tuple(args or ()), kwargs)
     if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
         raise PlanError("cost='profile' runs the model, but the example is on the meta device: use cost='analytic'")
-    return Profiled(recording, leaves, cluster.size, context, variant)
+    return Profiled(recording, leaves, cluster.size, target.context, target.variant)

@@ -241,9 +241,11 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         try:
-            return Plan.from_json(Path(path).read_text())
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise PlanError(f"there is no plan at {str(path)!r}. Save one with plan.save(path).") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{str(path)!r}: not a plan: {error}") from error
         except PlanError as error:
             raise PlanError(f"{str(path)!r}: {error}") from error
 
@@ -260,7 +262,7 @@ class Plan:
             )
         try:
             return Plan(**{name: _thaw(name, value) for name, value in data.items()})
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise PlanError(f"not a plan: {error}") from error
 
 

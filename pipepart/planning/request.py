@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from pipepart.errors import PlanError, ScheduleError, did_you_mean
 from pipepart.partition import Link
 from pipepart.planning.layout import BY_PROCESSOR, LOCAL_LINK, Handling
 from pipepart.schedule import SCHEDULES, read_csv
 
-__all__ = ["Recipe", "Request", "auto_microbatches", "check_request", "recipes"]
+__all__ = ["Recipe", "Request", "ScheduleName", "auto_microbatches", "check_request", "recipes"]
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward")
 """The schedules that the runtime can execute."""
+
+ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v"]
+"""Their names, for type checkers and editors."""
 
 AUTO_SLACK = 1
 """One more micro-batch in flight than 1F1B needs absorbs jitter between stages."""

@@ -14,19 +14,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipepart.errors import ConfigError, did_you_mean
+from pipepart.errors import ConfigError
 from pipepart.recording import Chunk
 from pipepart.runtime.recompute import running_again
 
-__all__ = ["BATCH_NORM", "BatchStatistics", "check_batch_norm"]
-
-BATCH_NORM = ("microbatch", "batch")
-
-
-def check_batch_norm(name: str) -> None:
-    """Refuse an unknown way of updating."""
-    if name not in BATCH_NORM:
-        raise ConfigError(f"batch_norm {name!r} is not known: {did_you_mean(name, BATCH_NORM)}")
+__all__ = ["BatchStatistics"]
 
 
 @dataclass

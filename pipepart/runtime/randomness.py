@@ -7,20 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from pipepart.errors import ConfigError
 from pipepart.recording.execution.draws import mix, number_of, set_key
 from pipepart.runtime.device import generators
 from pipepart.runtime.recompute import RandomState
 
-__all__ = ["OpSeeds", "check_randomness", "seeded"]
-
-
-def check_randomness(randomness: str) -> None:
-    if randomness not in ("op", "stage"):
-        raise ConfigError(
-            f"randomness={randomness!r} is not known: expected 'op' (each op that draws is seeded by the seed, the step, the "
-            "replica, the micro-batch and itself) or 'stage' (each process draws from its own stream)."
-        )
+__all__ = ["OpSeeds", "seeded"]
 
 
 class OpSeeds:

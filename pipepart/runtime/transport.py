@@ -7,12 +7,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from pipepart.errors import ConfigError, did_you_mean
+from pipepart.errors import ConfigError
 from pipepart.runtime.mesh import Groups
 
-__all__ = ["TRANSPORTS", "GroupTransport", "Pending", "Transport", "check_transport", "choose_transport"]
-
-TRANSPORTS = ("auto", "group", "shared_memory")
+__all__ = ["GroupTransport", "Pending", "Transport", "choose_transport"]
 
 
 class Pending(Protocol):
@@ -55,7 +53,6 @@ def choose_transport(name: str, groups: Groups, device: torch.device, timeout: f
     """
     from pipepart.runtime.shared_memory import SharedMemoryTransport, one_host
 
-    check_transport(name)
     together = name != "group" and device.type == "cpu" and one_host(groups)
     if name == "shared_memory" and not together:
         raise ConfigError(
@@ -63,12 +60,6 @@ def choose_transport(name: str, groups: Groups, device: torch.device, timeout: f
             f"{'one host' if device.type != 'cpu' else 'several hosts'}. Use transport='auto'."
         )
     return SharedMemoryTransport(groups, timeout) if together else GroupTransport(groups)
-
-
-def check_transport(name: str) -> None:
-    """Refuse an unknown transport."""
-    if name not in TRANSPORTS:
-        raise ConfigError(f"transport {name!r} is not known: {did_you_mean(name, TRANSPORTS)}")
 
 
 def _started(work: dist.Work | None) -> Pending:

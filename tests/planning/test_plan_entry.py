@@ -13,7 +13,8 @@ from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind, Node
 from pipepart.cost.given import write_costs
 from pipepart.errors import PlanError
 from pipepart.graph import capture
-from pipepart.planning import Plan, Request, make_plan, plan
+from pipepart.planning import Plan, PlanOptions, Request, make_plan, plan
+from pipepart.planning.entry import Target, plan_for
 from pipepart.planning.layout import Layout
 from pipepart.planning.sources import resized, scaled
 from pipepart.schedule import make_schedule, to_csv, validate
@@ -68,14 +69,15 @@ def test_auto_is_the_best_of_all_fixed_shapes() -> None:
 
 def test_a_batch_of_each_replica_is_planned_for_samples_per_second() -> None:
     captured = capture(Net(), example())
-    found = plan(captured, cluster=cluster(), batch_size=16, each_replica=True)
+    target = Target(cluster(), batch_size=16, each_replica=True)
+    found = plan_for(captured, None, None, PlanOptions(), target)
     assert found.batch_size >= 16
 
     def rate(one: Plan) -> float:
         return one.replicas * one.batch_size / one.step_time
 
     for stages, replicas in ((1, 4), (2, 2), (4, 1)):
-        fixed = plan(captured, cluster=cluster(), batch_size=16, each_replica=True, stages=stages, replicas=replicas)
+        fixed = plan_for(captured, None, None, PlanOptions(stages=stages, replicas=replicas), target)
         assert fixed.batch_size >= 16
         assert rate(found) >= rate(fixed) / 1.021, (stages, replicas)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+import pytest
 import torch
 from support.models import build
 from support.ranks import run_ranks
+
+from pipepart.errors import PlanError
 
 
 def _trace() -> tuple[Counter[str], bool, list[str]]:
@@ -15,10 +18,14 @@ def _trace() -> tuple[Counter[str], bool, list[str]]:
 
     model = build("gpt")  # tied: its gradients are summed over the stages
     pipe = Pipeline(model, model.batch(8), stages=2, microbatches=4, schedule="1f1b")
-    pipe.record_trace()
-    for _ in range(2):
-        pipe.step(*model.batch(8))
+    with pytest.raises(PlanError, match=r"with pipe\.tracing\(\)"):
+        _ = pipe.trace
+    with pipe.tracing():
+        for _ in range(2):
+            pipe.step(*model.batch(8))
     timeline = pipe.trace
+    pipe.step(*model.batch(8))
+    assert pipe.trace == timeline  # a step outside is not timed
     by_action = {(event.stage, str(event.action)): event for event in timeline.events}
     wrong = []
     for event in timeline.events:

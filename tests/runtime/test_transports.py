@@ -12,8 +12,9 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 from pipepart.errors import ConfigError
+from pipepart.options import Options
 from pipepart.runtime.mesh import Groups, Mesh
-from pipepart.runtime.transport import check_transport, choose_transport
+from pipepart.runtime.transport import choose_transport
 
 VALUES = [
     torch.arange(12).view(3, 4),
@@ -149,4 +150,4 @@ def test_segments_are_used_again_and_descriptors_do_not_grow() -> None:
 
 def test_unknown_transport() -> None:
     with pytest.raises(ConfigError, match="did you mean 'shared_memory'"):
-        check_transport("sharedmemory")
+        Options(transport="sharedmemory")

@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -112,8 +113,8 @@ def _cost_of_tracing(pipe: Any, step: Step, pairs: int) -> float:
     for index in range(pairs):
         seconds = {}
         for on in (False, True) if index % 2 else (True, False):
-            pipe.record_trace(on)
-            (seconds[on],) = _timed(step, 1, 0)
+            with pipe.tracing() if on else nullcontext():
+                (seconds[on],) = _timed(step, 1, 0)
         found.append(seconds[True] / seconds[False] - 1)
     return statistics.median(found)
 

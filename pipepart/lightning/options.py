@@ -1,0 +1,31 @@
+"""The options of the strategy: those of a pipeline, and those that only a Lightning run has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipepart.errors import ConfigError
+from pipepart.options import Options, words_of
+
+__all__ = ["StrategyOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions(Options):
+    """All options of `PipelineStrategy`."""
+
+    example_batch: Any = field(default=None, repr=False, compare=False)
+    """The batch to record with, for data that can be read only once. None: the first batch."""
+    sharded: bool = False
+    """Each stage writes its own part of a checkpoint. False: one plain file."""
+    after: Literal["whole", "parts"] = "whole"
+    """After a run every rank has the ``whole`` module, or keeps the ``parts`` of its stage."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.after not in words_of(StrategyOptions, "after"):
+            raise ConfigError(
+                f"after={self.after!r} is not known: expected 'whole' (when a run has ended, every rank has the whole module) "
+                "or 'parts' (each rank keeps the values of its stage only)."
+            )

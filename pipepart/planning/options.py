@@ -1,0 +1,71 @@
+"""The options of planning: the part of the options of a pipeline that decides what its plan is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from pipepart.planning.request import Request, ScheduleName, check_request
+
+__all__ = ["PlanOptions"]
+
+_Kind = TypeVar("_Kind", bound="PlanOptions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What is fixed by the user; everything that is ``"auto"`` is chosen by planning. Invalid values are refused here."""
+
+    stages: int | Literal["auto"] = "auto"
+    """Devices of one pipeline. ``auto``: all devices in one pipeline."""
+    replicas: int | Literal["auto"] = "auto"
+    """Whole pipelines, data parallel. ``auto``: as many as the devices allow."""
+    microbatches: int | Literal["auto"] = "auto"
+    """Parts of a batch. ``auto``: 4 per stage, or another number that is measured to be clearly faster."""
+    schedule: ScheduleName | str = "auto"
+    """The name of a schedule or the path of a ``.csv`` file of actions. ``auto``: the shortest simulated step."""
+    chunks: int | Literal["auto"] = "auto"
+    """Chunks per stage."""
+    slack: int | Literal["auto"] = "auto"
+    """Additional micro-batches that a stage may start before its first backward."""
+    keep_together: Sequence[Sequence[str]] = ()
+    """Groups of module paths that stay in one chunk each."""
+    split_at: Sequence[str] | None = None
+    """Module paths before which a cut lies; as many as there are cuts."""
+    recompute: bool | Literal["auto"] = "auto"
+    """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
+    memory_limit: float | None = None
+    """Bytes that one device may use. None: as much as it has."""
+
+    def __post_init__(self) -> None:
+        check_request(self.schedule, self.microbatches, self.stages, self.recompute)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def among(cls: type[_Kind], values: Mapping[str, Any]) -> _Kind:
+        """Make the options from those entries that have the name of one: a section of a configuration, or ``locals()``.
+
+        A function that hands its arguments over by ``locals()`` has a signature that tests/test_options.py compares
+        with the fields of this class, types included.
+        """
+        return cls(**{name: values[name] for name in cls.names() if name in values})
+
+    def request(self, stages: int, replicas: int = 1, microbatches: int = 1, **more: Any) -> Request:
+        """Fill in the counts, for the planner; `more`: other fields of `Request`."""
+        return Request(
+            stages=stages,
+            replicas=replicas,
+            microbatches=microbatches,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            slack=self.slack,
+            keep_together=tuple(tuple(group) for group in self.keep_together),
+            split_at=None if self.split_at is None else tuple(self.split_at),
+            recompute=self.recompute,
+            memory_limit=self.memory_limit,
+            **more,
+        )
