@@ -19,7 +19,7 @@ __all__ = ["nothing_fits", "what_would_fit"]
 def nothing_fits(case: Case, best: Split) -> PlanError:
     """The error for a mesh on which no split fits; ``best`` is the one that is least over the limit."""
     pricing = case.pricing
-    memory = pricing.memory(best.chunk_of, best.priced, best.schedule, best.recompute)[best.worst]
+    memory = pricing.memory.of_stages(best.chunk_of, best.priced, best.schedule, best.recompute)[best.worst]
     limit = pricing.layout.memory[best.worst]
     where = f"stage {best.worst} of {case.request.stages}"
     if pricing.layout.kinds:

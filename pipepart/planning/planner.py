@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from pipepart.cost import OpCosts
 from pipepart.errors import PartitionError, PlanError
 from pipepart.graph import OpGraph
-from pipepart.planning.bounds import case_bound, least_slowest
+from pipepart.planning.assembly import finish
 from pipepart.planning.layout import LOCAL_LINK, Layout
 from pipepart.planning.memory_shortage import nothing_fits
 from pipepart.planning.plan import Plan
 from pipepart.planning.pricing import ParameterSizes, Pricing
 from pipepart.planning.request import Recipe, Request, auto_microbatches, check_request, recipes
 from pipepart.planning.splits import Case, Split
-from pipepart.schedule import peak_activations, to_csv
+from pipepart.schedule import peak_activations
 
 __all__ = [
     "LOCAL_LINK",
@@ -23,7 +23,6 @@ __all__ = [
     "auto_microbatches",
     "check_request",
     "choose",
-    "finish",
     "make_plan",
     "named",
     "weighed",
@@ -96,42 +95,6 @@ def weighed(split: Split, weight: float = 1.0) -> tuple[float, float, float]:
     parts = split.recipe.chunks - 1 + (1 if split.schedule.splits_backward else 0)
     held = peak_activations(split.schedule, split.priced.costs(split.recompute).activation)
     return split.over, round(split.step * weight * (1 + _MORE_PARTS * parts), 9), max(held, default=0.0)
-
-
-def finish(
-    case: Case, split: Split, microbatch_size: int, tried: Sequence[tuple[str, float]] = (), cluster: str = ""
-) -> Plan:
-    """The plan of a split."""
-    pricing, request = case.pricing, case.request
-    slowest, least = case.slowest(split), least_slowest(case, split.recipe.chunks)
-    gap = max(0.0, slowest / least - 1.0) if least > 0 else 0.0
-    limit = min(pricing.layout.memory)
-    own = split.recipe.schedule.endswith(".csv")
-    return Plan(
-        graph_hash=pricing.graph.hash,
-        ops=tuple(op.name for op in pricing.graph.ops),
-        chunk_of=split.chunk_of,
-        placement=split.schedule.placement,
-        replicas=request.replicas,
-        microbatches=request.microbatches,
-        microbatch_size=microbatch_size,
-        schedule=split.schedule.name if own else split.recipe.schedule,
-        slack=split.recipe.slack,
-        chunks=pricing.chunk_plans(split.chunk_of, split.priced),
-        traffic=pricing.traffic_plans(split.priced),
-        ties=split.priced.ties,
-        bottleneck_gap=gap if gap > 1e-9 else 0.0,
-        lower_bound=case_bound(case, split.recipe.chunks),
-        cost_source=pricing.costs[0].source,
-        method=split.method,
-        baselines=tuple(sorted(split.others.items())),
-        recompute=split.recompute if any(split.recompute) else (),
-        memory=pricing.memory(split.chunk_of, split.priced, split.schedule, split.recompute),
-        memory_limit=limit if math.isfinite(limit) else None,
-        cluster=cluster,
-        tried=tuple(tried),
-        actions=to_csv(split.schedule) if own else "",
-    )
 
 
 def named(recipe: Recipe) -> str:

@@ -16,11 +16,12 @@ from pipepart.cost import OpCosts
 from pipepart.cost.cluster import Cluster
 from pipepart.errors import PartitionError, PlanError
 from pipepart.graph import OpGraph
+from pipepart.planning.assembly import finish
 from pipepart.planning.bounds import step_bound, work_and_path
 from pipepart.planning.layout import Layout
 from pipepart.planning.memory_shortage import nothing_fits
 from pipepart.planning.plan import Plan
-from pipepart.planning.planner import finish, named, weighed
+from pipepart.planning.planner import named, weighed
 from pipepart.planning.pricing import ParameterSizes, Pricing
 from pipepart.planning.request import Recipe, Request, recipes
 from pipepart.planning.sources import Costs

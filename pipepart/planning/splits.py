@@ -12,8 +12,10 @@ import numpy as np
 
 from pipepart.errors import PartitionError
 from pipepart.partition import Partition, Problem, baselines, partition
+from pipepart.planning.memory_model import FittingRecompute, chunk_peaks
 from pipepart.planning.moves import Ints, Mover, Score
-from pipepart.planning.pricing import Priced, Pricing, chunk_peaks
+from pipepart.planning.priced import Priced
+from pipepart.planning.pricing import Pricing
 from pipepart.planning.problems import free_problem, make_problem, with_memory
 from pipepart.planning.request import Recipe, Request
 from pipepart.schedule import Schedule, make_schedule, step_time
@@ -94,7 +96,7 @@ class Case:
         priced = split.priced
         work = [0.0] * self.request.stages
         for chunk, stage in enumerate(priced.placement):
-            work[stage] += priced.forward[chunk] + priced.backward_input[chunk] + priced.backward_weight[chunk]
+            work[stage] += priced.chunks[chunk].compute
         return max(work)
 
     def judge(self, recipe: Recipe, schedule: Schedule, chunk_of: Ints) -> Split:
@@ -103,12 +105,13 @@ class Case:
         if schedule.splits_backward:
             priced = self.pricing.in_two_halves(priced, chunk_of)
         wish = self.request.recompute
-        again = (wish is True,) * schedule.chunks
-        over, worst = 0.0, 0
+        fit = FittingRecompute((wish is True,) * schedule.chunks, 0.0, 0)
         if self.limited:
-            again, over, worst = self.pricing.fitting_recompute(chunk_of, priced, schedule, wish)
-        step = step_time(schedule, priced.costs(again), priced.edges)
-        return Split(recipe, schedule, tuple(int(c) for c in chunk_of), again, priced, step, over, worst)
+            fit = self.pricing.memory.fitting_recompute(chunk_of, priced, schedule, wish)
+        step = step_time(schedule, priced.costs(fit.recompute), priced.edges)
+        return Split(
+            recipe, schedule, tuple(int(c) for c in chunk_of), fit.recompute, priced, step, fit.over, fit.worst
+        )
 
     def best(self, recipe: Recipe, moves: bool = True) -> Split:
         """The best split that is found for this recipe; it may not fit into memory (see `Split.over`).

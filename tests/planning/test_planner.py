@@ -218,8 +218,9 @@ def test_what_is_no_layer_makes_its_weight_gradients_at_once() -> None:
     whole = pricing.price([0, 0, 0, 0, 1, 1, 1, 1], (0, 1))
     halves = pricing.in_two_halves(whole, [0, 0, 0, 0, 1, 1, 1, 1])
     at_once = costs.backward_weight[2] + costs.backward_weight[3]
-    assert halves.backward_input == pytest.approx((whole.backward_input[0] + at_once, whole.backward_input[1]))
-    assert halves.backward_weight == pytest.approx((whole.backward_weight[0] - at_once, whole.backward_weight[1]))
+    for before, after, moved in zip(whole.chunks, halves.chunks, (at_once, 0.0)):
+        assert after.backward_input == pytest.approx(before.backward_input + moved)
+        assert after.backward_weight == pytest.approx(before.backward_weight - moved)
 
 
 def test_a_matrix_on_two_stages_is_summed_at_the_end() -> None:
