@@ -4,14 +4,16 @@ from pipepart.planning.describe import describe, format_bytes, format_seconds
 from pipepart.planning.entry import plan
 from pipepart.planning.layout import Layout
 from pipepart.planning.plan import ChunkPlan, Plan, StageMemory, Traffic
-from pipepart.planning.planner import Request, auto_microbatches, check_request, make_plan
+from pipepart.planning.request import BatchCut, PlanRequest, auto_microbatches, check_request, neighbouring_cuts
+from pipepart.planning.search import search
 from pipepart.planning.transfer import transfer
 
 __all__ = [
+    "BatchCut",
     "ChunkPlan",
     "Layout",
     "Plan",
-    "Request",
+    "PlanRequest",
     "StageMemory",
     "Traffic",
     "auto_microbatches",
@@ -19,7 +21,8 @@ __all__ = [
     "describe",
     "format_bytes",
     "format_seconds",
-    "make_plan",
+    "neighbouring_cuts",
     "plan",
+    "search",
     "transfer",
 ]

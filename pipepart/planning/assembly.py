@@ -16,11 +16,9 @@ from pipepart.schedule import to_csv
 __all__ = ["finish"]
 
 
-def finish(
-    case: Case, split: Split, microbatch_size: int, tried: Sequence[tuple[str, float]] = (), cluster: str = ""
-) -> Plan:
+def finish(case: Case, split: Split, tried: Sequence[tuple[str, float]] = ()) -> Plan:
     """The plan of a split."""
-    pricing, request = case.pricing, case.request
+    pricing, shape, cluster = case.pricing, case.shape, case.request.cluster
     slowest, least = case.slowest(split), least_slowest(case, split.recipe.chunks)
     gap = max(0.0, slowest / least - 1.0) if least > 0 else 0.0
     limit = min(pricing.layout.memory)
@@ -30,9 +28,9 @@ def finish(
         ops=tuple(op.name for op in pricing.graph.ops),
         chunk_of=split.chunk_of,
         placement=split.schedule.placement,
-        replicas=request.replicas,
-        microbatches=request.microbatches,
-        microbatch_size=microbatch_size,
+        replicas=shape.replicas,
+        microbatches=shape.microbatches,
+        microbatch_size=shape.size,
         schedule=split.schedule.name if own else split.recipe.schedule,
         slack=split.recipe.slack,
         chunks=_chunk_plans(pricing, split.chunk_of, split.priced),
@@ -46,7 +44,7 @@ def finish(
         recompute=split.recompute if any(split.recompute) else (),
         memory=pricing.memory.of_stages(split.chunk_of, split.priced, split.schedule, split.recompute),
         memory_limit=limit if math.isfinite(limit) else None,
-        cluster=cluster,
+        cluster="" if cluster is None else cluster.name,
         tried=tuple(tried),
         actions=to_csv(split.schedule) if own else "",
     )

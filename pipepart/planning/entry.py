@@ -15,8 +15,8 @@ from pipepart.cost.given import given_costs
 from pipepart.errors import PlanError
 from pipepart.graph import Captured, OpGraph, capture, op_graph
 from pipepart.planning.plan import Plan
-from pipepart.planning.request import Request, check_request
-from pipepart.planning.shapes import Wish, search
+from pipepart.planning.request import PlanRequest, check_request
+from pipepart.planning.search import search
 from pipepart.planning.sources import Analytic, Costs, Given, Profiled, batch_of
 from pipepart.recording import Recording
 from pipepart.schedule import read_csv
@@ -72,30 +72,26 @@ def plan(
     captured_batch = batch_of(recording)
     source = _source(cost, recording, graph, where, captured_batch, args, kwargs, cluster, dtype, context, variant)
     parameters = dict(recording.root.named_parameters())
-    wish = Wish(
+    request = PlanRequest(
         batch_size=captured_batch if batch_size is None else batch_size,
         devices=where.size,
+        cluster=where,
         stages=stages,
         replicas=replicas,
         microbatches=microbatches,
         each_replica=each_replica,
-        request=Request(
-            stages=1,
-            schedule=schedule,
-            chunks=chunks,
-            slack=slack,
-            keep_together=tuple(tuple(group) for group in keep_together),
-            split_at=None if split_at is None else tuple(split_at),
-            recompute=recompute,
-            memory_limit=memory_limit,
-            optimizer_factor=optimizer_factor,
-        ),
+        schedule=schedule,
+        chunks=chunks,
+        slack=slack,
+        keep_together=tuple(tuple(group) for group in keep_together),
+        split_at=None if split_at is None else tuple(split_at),
+        recompute=recompute,
+        memory_limit=memory_limit,
+        optimizer_factor=optimizer_factor,
     )
-    if wish.batch_size < 1:
-        raise PlanError(f"batch_size must be at least 1, got {wish.batch_size}")
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in parameters.items()}
     frozen = {name for name, p in parameters.items() if not p.requires_grad}
-    return search(graph, source, sizes, where, wish, frozen=frozen)
+    return search(graph, source, sizes, request, frozen=frozen)
 
 
 def _recorded(

@@ -21,7 +21,7 @@ def nothing_fits(case: Case, best: Split) -> PlanError:
     pricing = case.pricing
     memory = pricing.memory.of_stages(best.chunk_of, best.priced, best.schedule, best.recompute)[best.worst]
     limit = pricing.layout.memory[best.worst]
-    where = f"stage {best.worst} of {case.request.stages}"
+    where = f"stage {best.worst} of {case.shape.stages}"
     if pricing.layout.kinds:
         where += f" on {pricing.layout.kinds[best.worst]!r}"
     names = ("weights", "gradients", "optimizer", "activations", "scratch")
@@ -36,30 +36,30 @@ def nothing_fits(case: Case, best: Split) -> PlanError:
     return PlanError(
         f"no split fits into memory: at best, {where} needs {format_bytes(memory.total)} ({parts}), "
         f"{format_bytes(best.over)} more than its {format_bytes(limit)} (schedule {best.recipe.schedule}, "
-        f"{case.request.microbatches} micro-batches). {advice}"
+        f"{case.shape.microbatches} micro-batches). {advice}"
     )
 
 
 def what_would_fit(case: Case, recipe: Recipe) -> list[str]:
     """Which single change makes it fit: recompute, smaller micro-batches, more stages. Each one is really tried."""
-    request, layout = case.request, case.pricing.layout
+    request, shape, layout = case.request, case.shape, case.pricing.layout
     options = []
     if request.recompute is False:
-        again = Case(case.pricing, dataclasses.replace(request, recompute="auto"))
+        again = Case(case.pricing, dataclasses.replace(request, recompute="auto"), shape)
         if again.fits(recipe):
             options.append("recompute='auto'")
     for part in (2, 4, 8, 16):
         smaller = dataclasses.replace(case.pricing, costs=tuple(_shrunk(one, part) for one in case.pricing.costs))
-        more = dataclasses.replace(request, microbatches=request.microbatches * part)
-        if Case(smaller, more).fits(recipe):
+        more = dataclasses.replace(shape, microbatches=shape.microbatches * part)
+        if Case(smaller, request, more).fits(recipe):
             options.append(f"microbatches={more.microbatches} (micro-batches of 1/{part} of the size)")
             break
     if len(case.pricing.costs) == 1 and request.split_at is None:
-        p = request.stages
+        p = shape.stages
         for stages in sorted({p + 1, p + p // 2, 2 * p, 4 * p, 8 * p} - {p}):
             wider = Layout.uniform(stages, layout.replicas, memory=min(layout.memory), link=_a_link(layout))
             pricing: Pricing = dataclasses.replace(case.pricing, layout=wider)
-            if Case(pricing, dataclasses.replace(request, stages=stages)).fits(recipe):
+            if Case(pricing, request, dataclasses.replace(shape, stages=stages)).fits(recipe):
                 options.append(f"stages={stages}")
                 break
     return options

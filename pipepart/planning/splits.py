@@ -17,7 +17,7 @@ from pipepart.planning.moves import Ints, Mover, Score
 from pipepart.planning.priced import Priced
 from pipepart.planning.pricing import Pricing
 from pipepart.planning.problems import free_problem, make_problem, with_memory
-from pipepart.planning.request import Recipe, Request
+from pipepart.planning.request import PlanRequest, Recipe, Shape
 from pipepart.schedule import Schedule, make_schedule, step_time
 
 __all__ = ["Case", "Split"]
@@ -57,10 +57,10 @@ class Split:
 
 
 class Case:
-    """One graph on one mesh with one micro-batch size and number: what its splits have in common, kept for all recipes."""
+    """One graph in one shape: all that its splits have in common, kept for all recipes."""
 
-    def __init__(self, pricing: Pricing, request: Request) -> None:
-        self.pricing, self.request = pricing, request
+    def __init__(self, pricing: Pricing, request: PlanRequest, shape: Shape) -> None:
+        self.pricing, self.request, self.shape = pricing, request, shape
         self._partitions: dict[tuple[int, ...], Partition] = {}
         self._movers: dict[tuple[int, ...], Mover] = {}
         self._problems: dict[tuple[int, ...], Problem] = {}
@@ -73,28 +73,27 @@ class Case:
     @cached_property
     def free_bound(self) -> float:
         """Seconds of compute per micro-batch that the slowest stage has at least, if stages have one chunk each."""
-        stages = self.request.stages
+        stages = self.shape.stages
         return partition(free_problem(self.problem(tuple(range(stages)))), stages).lower_bound
 
     def problem(self, placement: tuple[int, ...]) -> Problem:
         if placement not in self._problems:
-            self._problems[placement] = make_problem(self.pricing, self.request, placement)
+            self._problems[placement] = make_problem(self.pricing, self.request, self.shape.microbatches, placement)
         return self._problems[placement]
 
     def make_schedule(self, recipe: Recipe) -> Schedule:
-        request = self.request
         return make_schedule(
             recipe.schedule,
-            stages=request.stages,
-            microbatches=request.microbatches,
+            stages=self.shape.stages,
+            microbatches=self.shape.microbatches,
             chunks=recipe.chunks,
             slack=recipe.slack,
         )
 
     def slowest(self, split: Split) -> float:
-        """Seconds of compute per micro-batch of the slowest stage, what is recomputed left out."""
+        """Seconds of compute per micro-batch of the slowest stage, without recomputation."""
         priced = split.priced
-        work = [0.0] * self.request.stages
+        work = [0.0] * self.shape.stages
         for chunk, stage in enumerate(priced.placement):
             work[stage] += priced.chunks[chunk].compute
         return max(work)
