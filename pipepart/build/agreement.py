@@ -22,6 +22,7 @@ from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
 from pipepart.planning import Plan, PlanRequest, auto_microbatches, search, transfer
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
+from pipepart.planning.parameter_uses import parameter_sizes
 from pipepart.recording import Recording, prove_chunks, split
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching, batching_of
@@ -191,8 +192,7 @@ def _searched(
         link=BETWEEN_GPUS if device == "cuda" else LOCAL_LINK,
         handling=Handling() if device == "cuda" else BY_PROCESSOR,
     )
-    sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in recording.root.named_parameters()}
-    return search(graph, measured, sizes, request)
+    return search(graph, measured, parameter_sizes(recording.root), request)
 
 
 def _check_fits(plan: Plan, graph: OpGraph, mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ from pipepart.cost.cluster import Cluster, load_cluster, this_machine
 from pipepart.cost.given import given_costs
 from pipepart.errors import PlanError
 from pipepart.graph import Captured, OpGraph, capture, op_graph
+from pipepart.planning.parameter_uses import parameter_sizes
 from pipepart.planning.plan import Plan
 from pipepart.planning.request import PlanRequest, check_request
 from pipepart.planning.search import search
@@ -71,7 +72,6 @@ def plan(
     where = _cluster(cluster, devices, stages, replicas)
     captured_batch = batch_of(recording)
     source = _source(cost, recording, graph, where, captured_batch, args, kwargs, cluster, dtype, context, variant)
-    parameters = dict(recording.root.named_parameters())
     request = PlanRequest(
         batch_size=captured_batch if batch_size is None else batch_size,
         devices=where.size,
@@ -89,9 +89,8 @@ def plan(
         memory_limit=memory_limit,
         optimizer_factor=optimizer_factor,
     )
-    sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in parameters.items()}
-    frozen = {name for name, p in parameters.items() if not p.requires_grad}
-    return search(graph, source, sizes, request, frozen=frozen)
+    frozen = {name for name, p in recording.root.named_parameters() if not p.requires_grad}
+    return search(graph, source, parameter_sizes(recording.root), request, frozen=frozen)
 
 
 def _recorded(

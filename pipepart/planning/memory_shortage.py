@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from pipepart.cost import OpCosts
 from pipepart.errors import PlanError
 from pipepart.partition import Link
 from pipepart.planning.describe import format_bytes
 from pipepart.planning.layout import Layout
 from pipepart.planning.pricing import Pricing
 from pipepart.planning.request import Recipe
+from pipepart.planning.sources import scaled
 from pipepart.planning.splits import Case, Split
 
 __all__ = ["nothing_fits", "what_would_fit"]
@@ -49,7 +49,7 @@ def what_would_fit(case: Case, recipe: Recipe) -> list[str]:
         if again.fits(recipe):
             options.append("recompute='auto'")
     for part in (2, 4, 8, 16):
-        smaller = dataclasses.replace(case.pricing, costs=tuple(_shrunk(one, part) for one in case.pricing.costs))
+        smaller = dataclasses.replace(case.pricing, costs=tuple(scaled(one, 1 / part) for one in case.pricing.costs))
         more = dataclasses.replace(shape, microbatches=shape.microbatches * part)
         if Case(smaller, request, more).fits(recipe):
             options.append(f"microbatches={more.microbatches} (micro-batches of 1/{part} of the size)")
@@ -67,15 +67,3 @@ def what_would_fit(case: Case, recipe: Recipe) -> list[str]:
 
 def _a_link(layout: Layout) -> Link:
     return layout.link(0, 1) if layout.stages > 1 else layout.within
-
-
-def _shrunk(costs: OpCosts, part: int) -> OpCosts:
-    """The costs of a micro-batch of a part of the size: bytes of activations shrink, parameters do not."""
-    return dataclasses.replace(
-        costs,
-        forward=tuple(t / part for t in costs.forward),
-        backward_input=tuple(t / part for t in costs.backward_input),
-        backward_weight=tuple(t / part for t in costs.backward_weight),
-        saved_bytes=tuple(size // part for size in costs.saved_bytes),
-        output_bytes=tuple(size // part for size in costs.output_bytes),
-    )

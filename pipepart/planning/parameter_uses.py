@@ -8,16 +8,22 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from pipepart.graph import OpGraph
 
-__all__ = ["HeldParameters", "ParameterSizes", "ParameterUses", "SharedParameters"]
+__all__ = ["HeldParameters", "ParameterSizes", "ParameterUses", "SharedParameters", "parameter_sizes"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 ParameterSizes = Mapping[str, tuple[int, int]]
 """Parameter name -> (elements, bytes)."""
+
+
+def parameter_sizes(root: nn.Module) -> ParameterSizes:
+    """The sizes of all parameters of a model."""
+    return {name: (p.numel(), p.numel() * p.element_size()) for name, p in root.named_parameters()}
 
 
 @dataclass(frozen=True, eq=False)
