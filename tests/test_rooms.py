@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 from pipepart import Pipeline, PipelineStrategy
 from pipepart.build import batch_verdict
 from pipepart.cost import cache
-from pipepart.planning import planner
+from pipepart.planning import search
 from pipepart.recording import record as recording_of_a_call
 from pipepart.recording import record_step
 from pipepart.recording.proof import chunk_proof
@@ -28,7 +28,7 @@ WORK: dict[str, list[Callable[..., Any]]] = {
     "recording": [recording_of_a_call, record_step],
     "samples": [batch_verdict.look_at_samples],
     "cost": [cache.profiled],
-    "planning": [planner.make_plan],
+    "planning": [search],
     "proof of the chunks": [chunk_proof.prove_chunks],
     "runtime": [StageRuntime.__init__],
 }

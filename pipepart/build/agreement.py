@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipepart.build.counts import Cut, best_cut, measured_cuts
+from pipepart.build.counts import Cut, MeasuredCuts, measured_cuts
 from pipepart.cost import OpCosts, profiled
 from pipepart.cost.analytic import analytic
 from pipepart.cost.cluster import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
-from pipepart.planning import Plan, auto_microbatches, make_plan, transfer
+from pipepart.planning import Plan, auto_microbatches, search, transfer
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
+from pipepart.planning.parameter_uses import parameter_sizes
 from pipepart.recording import Recording, prove_chunks, split
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching, batching_of
@@ -117,9 +118,9 @@ def agree_on_plan(
             if options.microbatches == "auto" and not options.schedule.endswith(".csv") and not in_pieces:
                 cuts = measured_cuts(cuts[0], recording, leaves, usual.batch_size, mesh.stages, context, agree)
         if costs is not None and (groups is None or groups.rank == 0):
-            cuts = cuts or [Cut(len(usual), usual.sizes[0], costs)]
-            plan, chosen = best_cut(cuts, lambda cut: _make(recording, graph, cut, options, mesh))
-            costs = chosen.costs
+            measured = MeasuredCuts(tuple(cuts or [Cut(len(usual), usual.sizes[0], costs)]))
+            plan = _searched(recording, graph, measured, options, mesh, usual.batch_size)
+            costs = measured.at(plan.microbatch_size, "")
         if groups is not None:
             plan = Plan.from_json(broadcast_object(plan.to_json() if plan is not None else "", 0, groups))
         assert plan is not None
@@ -170,23 +171,22 @@ def _computed(graph: OpGraph, groups: Groups | None) -> OpCosts | None:
     return analytic(graph, kind)
 
 
-def _make(
-    recording: Recording,
-    graph: OpGraph,
-    cut: Cut,
-    options: Options,
-    mesh: Mesh,
+def _searched(
+    recording: Recording, graph: OpGraph, measured: MeasuredCuts, options: Options, mesh: Mesh, batch_size: int
 ) -> Plan:
+    """The best plan for the mesh that was started."""
     device = next((parameter.device.type for parameter in recording.root.parameters()), "cpu")
     request = options.request(
-        mesh.stages,
-        mesh.replicas,
-        cut.microbatches,
+        batch_size,
+        each_replica=True,
+        stages=mesh.stages,
+        replicas=mesh.replicas,
+        microbatches="auto",
+        cuts=measured.candidates,
         link=BETWEEN_GPUS if device == "cuda" else LOCAL_LINK,
         handling=Handling() if device == "cuda" else BY_PROCESSOR,
     )
-    sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in recording.root.named_parameters()}
-    return make_plan(graph, cut.costs, request, cut.size, sizes)
+    return search(graph, measured, parameter_sizes(recording.root), request)
 
 
 def _check_fits(plan: Plan, graph: OpGraph, mesh: Mesh) -> None:

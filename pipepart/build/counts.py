@@ -1,6 +1,7 @@
-"""How many micro-batches: the usual number, or another one that is clearly faster by what was measured.
+"""The numbers of micro-batches that are measured before a run: the usual one, and the next ones where it is free.
 
-More micro-batches leave a smaller bubble, larger ones use a device better; where the best lies depends on the model.
+More micro-batches leave a smaller bubble, larger ones use a device better; where the best lies depends on the model. The
+search for a plan chooses among them (`planning/search.py`).
 """
 
 from __future__ import annotations
@@ -13,28 +14,35 @@ from typing import Any
 import torch
 
 from pipepart.cost import OpCosts, whole_step
-from pipepart.errors import PartitionError, PlanError
-from pipepart.planning import Plan
+from pipepart.planning import BatchCut, neighbouring_cuts
 from pipepart.planning.sources import resized, scaled
 from pipepart.recording import Recording
 
-__all__ = ["Cut", "best_cut", "measured_cuts"]
-
-_PER_STAGE = (2, 8)
-"""Micro-batches per stage that are tried besides the usual number."""
-
-_CLEARLY = 0.96
-"""What a step must take of the usual one to be preferred: what is measured is never the same twice."""
+__all__ = ["Cut", "MeasuredCuts", "measured_cuts"]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut the batch."""
+    """One way to cut the batch, with the costs of one micro-batch."""
 
     microbatches: int
     size: int
     """Samples of the largest micro-batch."""
     costs: OpCosts
+
+
+@dataclass(frozen=True)
+class MeasuredCuts:
+    """The cuts that were measured, the usual one first: candidates of the search for a plan, and its source of costs."""
+
+    cuts: tuple[Cut, ...]
+
+    @property
+    def candidates(self) -> tuple[BatchCut, ...]:
+        return tuple(BatchCut(cut.microbatches, cut.size) for cut in self.cuts)
+
+    def at(self, microbatch_size: int, kind: str) -> OpCosts:
+        return next(cut.costs for cut in self.cuts if cut.size == microbatch_size)
 
 
 def measured_cuts(
@@ -50,15 +58,11 @@ def measured_cuts(
     found = [usual]
     if stages == 1 or _changes_results(recording):
         return found
-    for each in _PER_STAGE:
-        size = -(-batch_size // min(batch_size, each * stages))
-        count = -(-batch_size // size)
-        if any(cut.size == size for cut in found):
-            continue
+    for other in neighbouring_cuts(stages, batch_size, usual.size):
         cut = None
-        part = resized(leaves, size, recording.batching)
+        part = resized(leaves, other.size, recording.batching)
         if recording.stale(part) is None:  # models may do something else for a single sample
-            cut = _measured(usual, recording, part, count, size, context)
+            cut = _measured(usual, recording, part, other, context)
         if agree(cut is not None) and cut is not None:
             found.append(cut)
     return found
@@ -73,8 +77,7 @@ def _measured(
     usual: Cut,
     recording: Recording,
     leaves: Sequence[Any],
-    count: int,
-    size: int,
+    other: BatchCut,
     context: Callable[[], AbstractContextManager[Any]],
 ) -> Cut | None:
     """The shares of the ops stay as they are; the times of all together are measured."""
@@ -85,21 +88,5 @@ def _measured(
     then = sum(usual.costs.forward), sum(usual.costs.backward)
     if not all((forward, backward, *then)):
         return None
-    costs = scaled(usual.costs, size / usual.size, forward / then[0], backward / then[1])
-    return Cut(count, size, costs)
-
-
-def best_cut(cuts: Sequence[Cut], plan: Callable[[Cut], Plan]) -> tuple[Plan, Cut]:
-    """The plan of the usual cut, or of one whose step is clearly shorter, or that fits into memory where it does not."""
-    found: list[tuple[Plan, Cut]] = []
-    refused: PartitionError | PlanError | None = None
-    for cut in cuts:
-        try:
-            found.append((plan(cut), cut))
-        except (PartitionError, PlanError) as error:
-            refused = refused or error
-    if not found:
-        assert refused is not None
-        raise refused
-    usual, fastest = found[0], min(found, key=lambda pair: pair[0].step_time)
-    return fastest if fastest[0].step_time < _CLEARLY * usual[0].step_time else usual
+    costs = scaled(usual.costs, other.size / usual.size, forward / then[0], backward / then[1])
+    return Cut(other.microbatches, other.size, costs)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pipepart.partition.problem import Problem
+from pipepart.partition.recompute import recomputed
 
 _EQUAL = 1e-10
 """The search counts in whole ticks of about 2**-52 of the model: bound and bottleneck are equal up to this."""
@@ -126,28 +127,28 @@ def chunk_costs(problem: Problem, chunk_of: Sequence[int], devices: Sequence[int
 def fitting_recompute(
     problem: Problem, costs: Sequence[ChunkCost], devices: Sequence[int], microbatches: int
 ) -> tuple[str, ...]:
-    """Per chunk the cheapest kind of recomputation with which its stage fits; the most saving one where none does.
-
-    Several chunks of one stage share its memory: they change to recomputation one by one, the one that saves most
-    per second of extra work first.
-    """
+    """Per chunk the cheapest kind of recomputation with which its stage fits; the most saving one where none does."""
     chunks = len(devices)
     held = [problem.held(chunk, chunks, microbatches) for chunk in range(chunks)]
     kinds = [min(problem.recompute, key=("none", "full").index)] * chunks
     if "full" in problem.recompute and kinds[0] == "none":
         for stage in sorted({_stage(problem, chunk) for chunk in range(chunks)}):
             mine = [chunk for chunk in range(chunks) if _stage(problem, chunk) == stage]
-            limit = problem.devices[devices[mine[0]]].memory - problem.reserved_bytes
-            saving = {
-                chunk: costs[chunk].memory(held[chunk], "none") - costs[chunk].memory(held[chunk], "full")
-                for chunk in mine
-            }
-            order = sorted(mine, key=lambda chunk: (costs[chunk].forward / max(saving[chunk], 1e-30), chunk))
-            for chunk in order:
-                if math.fsum(costs[c].memory(held[c], kinds[c]) for c in mine) <= limit:
-                    break
-                if saving[chunk] > 0:
-                    kinds[chunk] = "full"
+
+            def memory(chunk: int, again: bool) -> float:
+                return costs[chunk].memory(held[chunk], "full" if again else "none")
+
+            def needed(again: Collection[int], mine: Sequence[int] = mine) -> float:
+                return math.fsum(memory(chunk, chunk in again) for chunk in mine)
+
+            chosen = recomputed(
+                {chunk: costs[chunk].forward for chunk in mine},
+                {chunk: memory(chunk, False) - memory(chunk, True) for chunk in mine},
+                needed,
+                problem.devices[devices[mine[0]]].memory - problem.reserved_bytes,
+            )
+            for chunk in chosen:
+                kinds[chunk] = "full"
     return tuple(kinds)
 
 

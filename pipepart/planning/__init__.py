@@ -8,15 +8,17 @@ from pipepart.planning.entry import plan
 from pipepart.planning.layout import Layout
 from pipepart.planning.options import PlanOptions
 from pipepart.planning.plan import ChunkPlan, Plan, StageMemory, Traffic
-from pipepart.planning.planner import Request, auto_microbatches, check_request, make_plan
+from pipepart.planning.request import BatchCut, PlanRequest, auto_microbatches, check_request, neighbouring_cuts
+from pipepart.planning.search import search
 from pipepart.planning.transfer import transfer
 
 __all__ = [
+    "BatchCut",
     "ChunkPlan",
     "Layout",
     "Plan",
     "PlanOptions",
-    "Request",
+    "PlanRequest",
     "StageMemory",
     "Traffic",
     "auto_microbatches",
@@ -24,7 +26,8 @@ __all__ = [
     "describe",
     "format_bytes",
     "format_seconds",
-    "make_plan",
+    "neighbouring_cuts",
     "plan",
+    "search",
     "transfer",
 ]

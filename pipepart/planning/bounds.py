@@ -52,13 +52,13 @@ def least_slowest(case: Case, chunks: int) -> float:
     """Seconds of compute per micro-batch that the slowest stage has at least."""
     if chunks == 1:
         return case.free_bound
-    return work_and_path(case.pricing)[0] / case.request.stages  # with several chunks a stage can hold any share
+    return work_and_path(case.pricing)[0] / case.shape.stages  # with several chunks a stage can hold any share
 
 
 def case_bound(case: Case, chunks: int) -> float:
     """`step_bound` for a case: with several chunks per stage neither the chain nor the largest op says more."""
     work, path = work_and_path(case.pricing)
-    m, p = case.request.microbatches, case.request.stages
+    m, p = case.shape.microbatches, case.shape.stages
     if chunks > 1:
         return max(m * work / p, path)
     return step_bound(work, path, p, m, case.free_bound)

@@ -16,9 +16,10 @@ from pipepart.cost.given import given_costs
 from pipepart.errors import PlanError
 from pipepart.graph import Captured, OpGraph, capture, op_graph
 from pipepart.planning.options import PlanOptions
+from pipepart.planning.parameter_uses import parameter_sizes
 from pipepart.planning.plan import Plan
 from pipepart.planning.request import ScheduleName
-from pipepart.planning.shapes import Wish, search
+from pipepart.planning.search import search
 from pipepart.planning.sources import Analytic, Costs, Given, Profiled, batch_of
 from pipepart.recording import Recording
 from pipepart.schedule import read_csv
@@ -101,21 +102,17 @@ def plan_for(
     where = _cluster(target.cluster, target.devices, stages, options.replicas)
     captured_batch = batch_of(recording)
     source = _source(target, recording, graph, where, captured_batch, args, kwargs)
-    parameters = dict(recording.root.named_parameters())
-    wish = Wish(
-        batch_size=captured_batch if target.batch_size is None else target.batch_size,
+    request = options.request(
+        captured_batch if target.batch_size is None else target.batch_size,
         devices=where.size,
+        cluster=where,
         stages=stages,
-        replicas=options.replicas,
         microbatches=microbatches,
         each_replica=target.each_replica,
-        request=options.request(stages=1, optimizer_factor=target.optimizer_factor),
+        optimizer_factor=target.optimizer_factor,
     )
-    if wish.batch_size < 1:
-        raise PlanError(f"batch_size must be at least 1, got {wish.batch_size}")
-    sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in parameters.items()}
-    frozen = {name for name, p in parameters.items() if not p.requires_grad}
-    return search(graph, source, sizes, where, wish, frozen=frozen)
+    frozen = {name for name, p in recording.root.named_parameters() if not p.requires_grad}
+    return search(graph, source, parameter_sizes(recording.root), request, frozen=frozen)
 
 
 def _recorded(

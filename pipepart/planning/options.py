@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from pipepart.planning.request import Request, ScheduleName, check_request
+from pipepart.planning.request import PlanRequest, ScheduleName, check_request
 
 __all__ = ["PlanOptions"]
 
@@ -54,18 +54,9 @@ class PlanOptions:
         """
         return cls(**{name: values[name] for name in cls.names() if name in values})
 
-    def request(self, stages: int, replicas: int = 1, microbatches: int = 1, **more: Any) -> Request:
-        """Fill in the counts, for the planner; `more`: other fields of `Request`."""
-        return Request(
-            stages=stages,
-            replicas=replicas,
-            microbatches=microbatches,
-            schedule=self.schedule,
-            chunks=self.chunks,
-            slack=self.slack,
-            keep_together=tuple(tuple(group) for group in self.keep_together),
-            split_at=None if self.split_at is None else tuple(self.split_at),
-            recompute=self.recompute,
-            memory_limit=self.memory_limit,
-            **more,
-        )
+    def request(self, batch_size: int, **more: Any) -> PlanRequest:
+        """These options as a request to the planner; `more`: other fields of `PlanRequest`, or other values."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in PlanOptions.names()}
+        given["keep_together"] = tuple(tuple(group) for group in self.keep_together)
+        given["split_at"] = None if self.split_at is None else tuple(self.split_at)
+        return PlanRequest(batch_size=batch_size, **{**given, **more})

@@ -12,12 +12,14 @@ from pipepart.errors import PlanError, did_you_mean
 from pipepart.graph import OpGraph
 from pipepart.partition import Device, Link, Problem
 from pipepart.planning.pricing import Pricing
-from pipepart.planning.request import Request
+from pipepart.planning.request import PlanRequest
 
 __all__ = ["free_problem", "make_problem", "with_memory"]
 
 
-def make_problem(pricing: Pricing, request: Request, placement: Sequence[int] | None = None) -> Problem:
+def make_problem(
+    pricing: Pricing, request: PlanRequest, microbatches: int, placement: Sequence[int] | None = None
+) -> Problem:
     """The problem without its memory: where the load is the larger one of compute and communication."""
     graph, costs, layout = pricing.graph, pricing.costs[0], pricing.layout
     chunks = layout.stages if placement is None else len(placement)
@@ -33,8 +35,8 @@ def make_problem(pricing: Pricing, request: Request, placement: Sequence[int] | 
         backward=np.asarray(costs.backward),
         parameter_bytes=_first_uses(pricing),
         saved_bytes=np.asarray(costs.saved_bytes, dtype=float),
-        output_bytes=pricing.sent,
-        gradient_bytes=pricing.sent_back,
+        output_bytes=pricing.outputs.sent,
+        gradient_bytes=pricing.outputs.sent_back,
         edges=tuple(sorted(set(graph.edges))),
         colocated=(*graph.colocated, *_ends(graph), *_ops_of_modules(graph, request.keep_together)),
         split_at=_cuts(graph, request),
@@ -43,12 +45,12 @@ def make_problem(pricing: Pricing, request: Request, placement: Sequence[int] | 
         placement=None if where == tuple(range(chunks)) else where,
         overlap=True,
         state_factor=2.0 + pricing.optimizer_factor,
-        reduce_seconds=reduce / request.microbatches,
+        reduce_seconds=reduce / microbatches,
         names=costs.names,
     )
 
 
-def with_memory(problem: Problem, pricing: Pricing, request: Request, in_flight: Sequence[int]) -> Problem:
+def with_memory(problem: Problem, pricing: Pricing, request: PlanRequest, in_flight: Sequence[int]) -> Problem:
     """The same with the memory of every stage, and the micro-batches that each chunk holds at once."""
     limits = pricing.layout.memory
     if len(problem.devices) == 1 and len(set(limits)) > 1:
@@ -116,7 +118,7 @@ def _ops_of_modules(graph: OpGraph, groups: Iterable[Sequence[str]]) -> tuple[tu
     return tuple(found)
 
 
-def _cuts(graph: OpGraph, request: Request) -> tuple[int, ...]:
+def _cuts(graph: OpGraph, request: PlanRequest) -> tuple[int, ...]:
     if request.split_at is None:
         return ()
     cuts = []

@@ -1,17 +1,31 @@
-"""What is asked of the planner, and what can be refused before anything is measured."""
+"""The request to the planner, and refusals of requests before anything is measured."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from pipepart.cost.cluster import Cluster
 from pipepart.errors import PlanError, ScheduleError, did_you_mean
 from pipepart.partition import Link
-from pipepart.planning.layout import BY_PROCESSOR, LOCAL_LINK, Handling
+from pipepart.planning.layout import BY_PROCESSOR, LOCAL_LINK, Handling, Layout
 from pipepart.schedule import SCHEDULES, read_csv
 
-__all__ = ["Recipe", "Request", "ScheduleName", "auto_microbatches", "check_request", "recipes"]
+__all__ = [
+    "PER_STAGE",
+    "BatchCut",
+    "PlanRequest",
+    "Recipe",
+    "ScheduleName",
+    "Shape",
+    "auto_microbatches",
+    "check_request",
+    "cut_into",
+    "neighbouring_cuts",
+    "recipes",
+]
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward")
 """The schedules that the runtime can execute."""
@@ -19,23 +33,64 @@ TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward")
 ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v"]
 """Their names, for type checkers and editors."""
 
+PER_STAGE = (1, 2, 4, 8)
+"""Micro-batches per stage that are tried."""
+
+_USUAL_PER_STAGE = 4
+"""The number where it must be fixed before anything is measured."""
+
 AUTO_SLACK = 1
 """One more micro-batch in flight than 1F1B needs absorbs jitter between stages."""
 
 _AUTO_ORDER = ("1f1b", "gpipe", "zb_h1", "zb_h2", "interleaved", "zb_v")
-"""What ``auto`` tries, the simplest first: a later one must be clearly better (see `planner.CLEARLY`)."""
+"""The schedules that ``auto`` tries, the simplest first."""
 
 _AUTO_CHUNKS = (2, 4)
 """Chunks per stage that ``auto`` tries for schedules that take any number."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the user asked for; the rest is decided by planning."""
+class BatchCut:
+    """One way to cut the batch of a replica into micro-batches."""
+
+    microbatches: int
+    size: int
+    """Samples of the largest micro-batch."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One point of the search space: a mesh and a cut of the batch."""
 
     stages: int
-    replicas: int = 1
-    microbatches: int = 1
+    replicas: int
+    microbatches: int
+    size: int
+    """Samples of the largest micro-batch."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A request to the planner: everything that is fixed, and ``"auto"`` for everything that the search decides.
+
+    The mesh is searched on ``devices``, or ``stages`` and ``replicas`` fix it; a fixed mesh is a search space of one
+    point.
+    """
+
+    batch_size: int
+    """Samples of one step over all replicas, or of each replica (see `each_replica`)."""
+    devices: int | None = None
+    """Number of devices; None: as many as the fixed mesh needs."""
+    cluster: Cluster | None = None
+    """The devices and their links; None: equal devices that are joined by `link`."""
+    stages: int | str = "auto"
+    replicas: int | str = "auto"
+    microbatches: int | str = "auto"
+    cuts: tuple[BatchCut, ...] = ()
+    """The cuts of the batch that are tried, the usual one first: another one must be clearly faster. Empty: the search
+    makes them from `microbatches`, and none is preferred."""
+    each_replica: bool = False
+    """`batch_size` is that of each replica; meshes are then compared by the seconds of a step for as many samples."""
     schedule: str = "auto"
     chunks: int | str = "auto"
     slack: int | str = "auto"
@@ -51,6 +106,40 @@ class Request:
     """Bytes that one device may use; None: as much as it has, where that is known."""
     optimizer_factor: float = 2.0
     """Bytes of optimizer state per byte of parameters: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise PlanError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.devices is None and "auto" in (self.stages, self.replicas):
+            raise PlanError(
+                "a request without a number of devices fixes the mesh: expected whole numbers of stages and replicas, "
+                f"got stages={self.stages!r}, replicas={self.replicas!r}"
+            )
+
+    @property
+    def device_count(self) -> int:
+        return int(self.stages) * int(self.replicas) if self.devices is None else self.devices
+
+    def share(self, replicas: int) -> int:
+        """Samples of one replica."""
+        return self.batch_size if self.each_replica else max(1, -(-self.batch_size // replicas))
+
+    def weight(self, replicas: int) -> float:
+        """Factor by which the seconds of a step are multiplied to compare meshes."""
+        return 1.0 / replicas if self.each_replica else 1.0
+
+    def layout(self, stages: int, replicas: int) -> Layout:
+        """The devices under a mesh."""
+        if self.cluster is not None:
+            return Layout.on(self.cluster, stages, replicas, memory_limit=self.memory_limit)
+        limit = math.inf if self.memory_limit is None else self.memory_limit
+        return Layout.uniform(stages, replicas, memory=limit, link=self.link, handling=self.handling)
+
+    def device_memory(self) -> tuple[float, float]:
+        """Bytes of the smallest and of the largest device, as far as they may be used."""
+        limit = math.inf if self.memory_limit is None else self.memory_limit
+        sizes = [limit] if self.cluster is None else [min(limit, kind.memory) for kind in self.cluster.devices]
+        return min(sizes), max(sizes)
 
 
 @dataclass(frozen=True)
@@ -88,12 +177,31 @@ def auto_microbatches(stages: int, batch_size: int) -> int:
 
     The rule for when the number must be fixed before anything is measured.
     """
-    return max(1, min(batch_size, 4 * stages)) if stages > 1 else 1
+    return max(1, min(batch_size, _USUAL_PER_STAGE * stages)) if stages > 1 else 1
 
 
-def recipes(request: Request) -> list[Recipe]:
-    """All that the request allows, the simplest first."""
-    found = list(_recipes(request))
+def cut_into(samples: int, count: int) -> BatchCut:
+    """The cut into at most so many micro-batches whose sizes differ as little as possible."""
+    size = -(-samples // min(count, samples))
+    return BatchCut(-(-samples // size), size)
+
+
+def neighbouring_cuts(stages: int, samples: int, usual: int) -> list[BatchCut]:
+    """The next cut with fewer and the next one with more micro-batches than the usual one, whose size is given.
+
+    Those that are worth a measurement before a run.
+    """
+    at = PER_STAGE.index(_USUAL_PER_STAGE)
+    found = []
+    for way in (PER_STAGE[:at][::-1], PER_STAGE[at + 1 :]):
+        cuts = [cut_into(samples, each * stages) for each in way]
+        found += [cut for cut in cuts if cut.size != usual][:1]
+    return found
+
+
+def recipes(request: PlanRequest, stages: int) -> list[Recipe]:
+    """All that the request allows on so many stages, the simplest first."""
+    found = list(_recipes(request, stages))
     if not found:
         raise PlanError(
             f"no schedule takes chunks={request.chunks}; use schedule='interleaved', or leave chunks to 'auto'"
@@ -101,12 +209,12 @@ def recipes(request: Request) -> list[Recipe]:
     return found
 
 
-def _recipes(request: Request) -> Iterator[Recipe]:
+def _recipes(request: PlanRequest, stages: int) -> Iterator[Recipe]:
     if request.schedule.endswith(".csv"):
-        yield Recipe(request.schedule, read_csv(request.schedule).chunks // request.stages, 0)
+        yield Recipe(request.schedule, read_csv(request.schedule).chunks // stages, 0)
         return
     auto = request.schedule == "auto"
-    if auto and request.stages == 1 and request.chunks == "auto":
+    if auto and stages == 1 and request.chunks == "auto":
         yield Recipe("1f1b", 1, 0 if request.slack == "auto" else int(request.slack))
         return
     for name in _AUTO_ORDER if auto else (request.schedule,):
@@ -120,7 +228,7 @@ def _recipes(request: Request) -> Iterator[Recipe]:
         if auto and kind.takes_slack is False and request.slack not in ("auto", 0):
             continue
         if request.slack == "auto":
-            slack = AUTO_SLACK if kind.takes_slack and request.stages > 1 else 0
+            slack = AUTO_SLACK if kind.takes_slack and stages > 1 else 0
         else:
             slack = int(request.slack)
         for chunks in counts:

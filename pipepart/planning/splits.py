@@ -12,10 +12,12 @@ import numpy as np
 
 from pipepart.errors import PartitionError
 from pipepart.partition import Partition, Problem, baselines, partition
+from pipepart.planning.memory_model import FittingRecompute, chunk_peaks
 from pipepart.planning.moves import Ints, Mover, Score
-from pipepart.planning.pricing import Priced, Pricing, chunk_peaks
+from pipepart.planning.priced import Priced
+from pipepart.planning.pricing import Pricing
 from pipepart.planning.problems import free_problem, make_problem, with_memory
-from pipepart.planning.request import Recipe, Request
+from pipepart.planning.request import PlanRequest, Recipe, Shape
 from pipepart.schedule import Schedule, make_schedule, step_time
 
 __all__ = ["Case", "Split"]
@@ -55,10 +57,10 @@ class Split:
 
 
 class Case:
-    """One graph on one mesh with one micro-batch size and number: what its splits have in common, kept for all recipes."""
+    """One graph in one shape: all that its splits have in common, kept for all recipes."""
 
-    def __init__(self, pricing: Pricing, request: Request) -> None:
-        self.pricing, self.request = pricing, request
+    def __init__(self, pricing: Pricing, request: PlanRequest, shape: Shape) -> None:
+        self.pricing, self.request, self.shape = pricing, request, shape
         self._partitions: dict[tuple[int, ...], Partition] = {}
         self._movers: dict[tuple[int, ...], Mover] = {}
         self._problems: dict[tuple[int, ...], Problem] = {}
@@ -71,30 +73,29 @@ class Case:
     @cached_property
     def free_bound(self) -> float:
         """Seconds of compute per micro-batch that the slowest stage has at least, if stages have one chunk each."""
-        stages = self.request.stages
+        stages = self.shape.stages
         return partition(free_problem(self.problem(tuple(range(stages)))), stages).lower_bound
 
     def problem(self, placement: tuple[int, ...]) -> Problem:
         if placement not in self._problems:
-            self._problems[placement] = make_problem(self.pricing, self.request, placement)
+            self._problems[placement] = make_problem(self.pricing, self.request, self.shape.microbatches, placement)
         return self._problems[placement]
 
     def make_schedule(self, recipe: Recipe) -> Schedule:
-        request = self.request
         return make_schedule(
             recipe.schedule,
-            stages=request.stages,
-            microbatches=request.microbatches,
+            stages=self.shape.stages,
+            microbatches=self.shape.microbatches,
             chunks=recipe.chunks,
             slack=recipe.slack,
         )
 
     def slowest(self, split: Split) -> float:
-        """Seconds of compute per micro-batch of the slowest stage, what is recomputed left out."""
+        """Seconds of compute per micro-batch of the slowest stage, without recomputation."""
         priced = split.priced
-        work = [0.0] * self.request.stages
+        work = [0.0] * self.shape.stages
         for chunk, stage in enumerate(priced.placement):
-            work[stage] += priced.forward[chunk] + priced.backward_input[chunk] + priced.backward_weight[chunk]
+            work[stage] += priced.chunks[chunk].compute
         return max(work)
 
     def judge(self, recipe: Recipe, schedule: Schedule, chunk_of: Ints) -> Split:
@@ -103,12 +104,13 @@ class Case:
         if schedule.splits_backward:
             priced = self.pricing.in_two_halves(priced, chunk_of)
         wish = self.request.recompute
-        again = (wish is True,) * schedule.chunks
-        over, worst = 0.0, 0
+        fit = FittingRecompute((wish is True,) * schedule.chunks, 0.0, 0)
         if self.limited:
-            again, over, worst = self.pricing.fitting_recompute(chunk_of, priced, schedule, wish)
-        step = step_time(schedule, priced.costs(again), priced.edges)
-        return Split(recipe, schedule, tuple(int(c) for c in chunk_of), again, priced, step, over, worst)
+            fit = self.pricing.memory.fitting_recompute(chunk_of, priced, schedule, wish)
+        step = step_time(schedule, priced.costs(fit.recompute), priced.edges)
+        return Split(
+            recipe, schedule, tuple(int(c) for c in chunk_of), fit.recompute, priced, step, fit.over, fit.worst
+        )
 
     def best(self, recipe: Recipe, moves: bool = True) -> Split:
         """The best split that is found for this recipe; it may not fit into memory (see `Split.over`).

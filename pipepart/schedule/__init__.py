@@ -6,7 +6,6 @@ Knows stages, chunks, micro-batches and their times. Knows nothing of models, te
 from __future__ import annotations
 
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule, looped_placement, v_placement
-from pipepart.schedule.best import Choice, best_schedule
 from pipepart.schedule.chunk_times import ChunkCosts
 from pipepart.schedule.comparison import Row, compare, format_table, picture, table
 from pipepart.schedule.gantt import GANTT_LEGEND, gantt
@@ -23,7 +22,6 @@ __all__ = [
     "GANTT_LEGEND",
     "SCHEDULES",
     "Action",
-    "Choice",
     "ChunkCosts",
     "Edges",
     "Event",
@@ -33,7 +31,6 @@ __all__ = [
     "ScheduleKind",
     "Timeline",
     "Validated",
-    "best_schedule",
     "channels",
     "compare",
     "format_table",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Schedule
-from pipepart.schedule.best import best_schedule
 from pipepart.schedule.chunk_times import ChunkCosts
 from pipepart.schedule.gantt import GANTT_LEGEND, gantt
 from pipepart.schedule.registry import SCHEDULES, make_schedule
@@ -43,14 +42,10 @@ class Row:
         return self.step_time / self.bound - 1
 
 
-def _row(
-    name: str, schedule: Schedule, costs: ChunkCosts, ratio: tuple[float, float, float], bound: float | None = None
-) -> Row:
+def _row(name: str, schedule: Schedule, costs: ChunkCosts, ratio: tuple[float, float, float]) -> Row:
     timeline = simulate(schedule, costs)
     work = sum(timeline.busy)
-    if bound is None:
-        split = schedule.splits_backward
-        bound = lower_bound(schedule.placement, schedule.microbatches, costs, split=split)
+    bound = lower_bound(schedule.placement, schedule.microbatches, costs, split=schedule.splits_backward)
     return Row(
         name,
         schedule.stages,
@@ -72,9 +67,8 @@ def compare(
     ratio: tuple[float, float, float] = (1.0, 1.0, 1.0),
     *,
     send: float = 0.0,
-    auto: bool = True,
 ) -> tuple[Row, ...]:
-    """All training schedules over equal stages, and ``auto`` with no more memory than 1F1B's first stage.
+    """All training schedules over equal stages.
 
     ``ratio`` is F : I : W of a stage, ``send`` the time of one message.
     """
@@ -89,9 +83,6 @@ def compare(
                 continue
             schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=count)
             rows.append(_row(name, schedule, costs, ratio))
-        if auto:
-            choice = best_schedule(stages, microbatches, costs, memory_limit=float(min(stages, microbatches)))
-            rows.append(_row("auto", choice.schedule, costs, ratio, choice.bound))
     return tuple(rows)
 
 
@@ -129,16 +120,10 @@ def table(
     ratios: Sequence[tuple[float, float, float]] = ((1.0, 1.0, 1.0), (1.0, 1.0, 0.8), (1.0, 2.0, 1.0)),
     *,
     send: float = 0.0,
-    auto: bool = True,
 ) -> str:
     """The whole comparison as text: a block per number of stages, micro-batches and ratio."""
     counts = list(microbatches)
-    blocks = [
-        format_table(compare(p, m, chunks, ratio, send=send, auto=auto))
-        for p in stages
-        for m in counts
-        for ratio in ratios
-    ]
+    blocks = [format_table(compare(p, m, chunks, ratio, send=send)) for p in stages for m in counts for ratio in ratios]
     note = (
         "times in stage forwards; peak in micro-batches of a stage; steady: bubble of steps in a row without a barrier"
     )
@@ -169,8 +154,7 @@ def picture(
         )
     else:
         p, m = stages or 4, microbatches or 8
-        costs = costs_for(p, chunks or 1) if name == "auto" else None
-        schedule = make_schedule(name, stages=p, microbatches=m, chunks=chunks, costs=costs)
+        schedule = make_schedule(name, stages=p, microbatches=m, chunks=chunks)
     held, rest = divmod(schedule.chunks, schedule.stages)
     if rest:
         raise ScheduleError(

@@ -182,7 +182,7 @@ def list_schedule(
     edges: Edges | None = None,
     limits: Sequence[float] | None = None,
     policy: Policy | None = None,
-    name: str = "auto",
+    name: str = "list",
 ) -> Schedule:
     """The schedule that a policy makes for these costs. ``limits``: what a stage's live activations may weigh."""
     edges = costs.edges if edges is None else edges

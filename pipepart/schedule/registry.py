@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pipepart.errors import ScheduleError, did_you_mean
-from pipepart.schedule.actions import Edges, Schedule, looped_placement
-from pipepart.schedule.best import best_schedule
-from pipepart.schedule.chunk_times import ChunkCosts
+from pipepart.schedule.actions import Schedule, looped_placement
 from pipepart.schedule.fixed import forward_only, gpipe, interleaved, one_f_one_b
 from pipepart.schedule.torch_csv import read_csv
 from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v
@@ -90,18 +88,14 @@ def make_schedule(
     chunks: int | None = None,
     slack: int = 0,
     placement: Sequence[int] | None = None,
-    costs: ChunkCosts | None = None,
-    edges: Edges | None = None,
-    memory_limit: float | Sequence[float] | None = None,
 ) -> Schedule:
-    """The schedule of that name, ``auto``, or the one in a file (a name that ends in ``.csv``).
+    """The schedule of that name, or the one in a file (a name that ends in ``.csv``).
 
     ``chunks`` is per stage and defaults to what is usual for the schedule. ``placement`` (the stage of each chunk) is
-    for ``forward``, to evaluate over the chunks of a training schedule whatever its placement, and for ``auto``.
-    ``costs``, ``edges`` and ``memory_limit`` are for ``auto`` only: see `best_schedule`.
+    for ``forward``, to evaluate over the chunks of a training schedule whatever its placement.
     """
-    if name not in SCHEDULES and name != "auto" and not name.endswith(".csv"):
-        known = did_you_mean(name, (*SCHEDULES, "auto"))
+    if name not in SCHEDULES and not name.endswith(".csv"):
+        known = did_you_mean(name, SCHEDULES)
         raise ScheduleError(f"schedule {name!r} is not known: {known}, or a file that ends in .csv")
     kind = SCHEDULES.get(name)
     if kind is not None and chunks is None:
@@ -117,15 +111,11 @@ def make_schedule(
     if slack and (kind is None or not kind.takes_slack):
         takers = ", ".join(k.name for k in SCHEDULES.values() if k.takes_slack)
         raise ScheduleError(f"schedule {name!r} takes no slack, got slack={slack}; those that do: {takers}")
-    if name != "auto" and (costs is not None or memory_limit is not None):
-        raise ScheduleError(f"schedule {name!r} has a fixed order; costs and memory_limit are for 'auto'")
     if placement is not None:
-        if name not in ("forward", "auto"):
-            raise ScheduleError(f"schedule {name!r} places its chunks itself; 'forward' and 'auto' take a placement")
+        if name != "forward":
+            raise ScheduleError(f"schedule {name!r} places its chunks itself; only 'forward' takes a placement")
         if sorted(set(placement)) != list(range(stages)):
             raise ScheduleError(f"placement {tuple(placement)}: expected every stage 0..{stages - 1} to hold a chunk")
-    if name == "auto":
-        return _auto(stages, microbatches, chunks, placement, costs, edges, memory_limit)
     if kind is None:
         return _from_file(name, stages, microbatches, chunks)
     assert chunks is not None
@@ -135,23 +125,6 @@ def make_schedule(
     if placement is not None:
         return forward_only(stages, microbatches, placement)
     return kind.build(stages, microbatches, chunks, slack)
-
-
-def _auto(
-    stages: int,
-    microbatches: int,
-    chunks: int | None,
-    placement: Sequence[int] | None,
-    costs: ChunkCosts | None,
-    edges: Edges | None,
-    memory_limit: float | Sequence[float] | None,
-) -> Schedule:
-    if costs is None:
-        raise ScheduleError("schedule 'auto' is made for given costs; pass costs=ChunkCosts(...), or name a schedule")
-    if chunks is not None and chunks * stages != costs.chunks:
-        raise ScheduleError(f"schedule 'auto': {chunks} chunks on {stages} stages, but costs for {costs.chunks} chunks")
-    choice = best_schedule(stages, microbatches, costs, edges=edges, placement=placement, memory_limit=memory_limit)
-    return choice.schedule
 
 
 def _from_file(path: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:

@@ -6,7 +6,6 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Literal, overload
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Action, Edges, Schedule
@@ -14,7 +13,7 @@ from pipepart.schedule.chunk_times import ChunkCosts
 from pipepart.schedule.dependencies import ActionGraph
 from pipepart.schedule.timeline import Event, Timeline
 
-__all__ = ["run_graph", "simulate", "step_time"]
+__all__ = ["simulate", "step_time"]
 
 
 class _Ports:
@@ -58,35 +57,17 @@ class _Ports:
             begun.append(self.waiting[sender, receiver].popleft())
 
 
-@overload
-def run_graph(
-    graph: ActionGraph,
-    costs: ChunkCosts,
-    scale: Callable[[Action], float] | None = ...,
-    sends: list[Event] | None = ...,
-    strict: Literal[True] = ...,
-) -> tuple[list[float], list[float]]: ...
-@overload
-def run_graph(
-    graph: ActionGraph,
-    costs: ChunkCosts,
-    scale: Callable[[Action], float] | None = ...,
-    sends: list[Event] | None = ...,
-    *,
-    strict: bool,
-) -> tuple[list[float], list[float]] | None: ...
-def run_graph(
+def _run_graph(
     graph: ActionGraph,
     costs: ChunkCosts,
     scale: Callable[[Action], float] | None = None,
     sends: list[Event] | None = None,
-    strict: bool = True,
-) -> tuple[list[float], list[float]] | None:
+) -> tuple[list[float], list[float]]:
     """Start and end of every action; the events of messages that take time go to ``sends`` if it is given.
 
     Actions finish in order of time, so that messages ask for their links in order of time. A message is sent as soon
     as its producer has finished; an action starts when its stage is free and all it needs has arrived. An order that
-    cannot be carried out is an error, or None if not ``strict``.
+    cannot be carried out is an error.
     """
     schedule, actions, stage_of, first = graph.schedule, graph.actions, graph.stage, graph.first
     table = costs.durations()
@@ -170,8 +151,6 @@ def run_graph(
         if asked:
             start_moves(now, (stage,), ())
     if finished < len(actions):
-        if not strict:
-            return None
         left = {n for s in range(schedule.stages) for n in range(cursor[s], first[s + 1])}
         raise ScheduleError(graph.explain_stall(set(range(len(actions))) - left))
     return start, end
@@ -229,7 +208,7 @@ def simulate(
     """
     graph = _prepare(schedule, costs, edges)
     sends: list[Event] = []
-    start, end = run_graph(graph, costs, scale, sends)
+    start, end = _run_graph(graph, costs, scale, sends)
     events = [Event(graph.stage[n], action, start[n], end[n]) for n, action in enumerate(graph.actions)]
     events += sends
     events += _reductions(graph, costs, end)
@@ -240,6 +219,6 @@ def simulate(
 def step_time(schedule: Schedule, costs: ChunkCosts, edges: Edges | None = None) -> float:
     """`simulate(...).step_time` without the events: what searches call."""
     graph = _prepare(schedule, costs, edges)
-    start, end = run_graph(graph, costs)
+    start, end = _run_graph(graph, costs)
     last = max(end + [event.end for event in _reductions(graph, costs, end)], default=0.0)
     return last - min(start, default=0.0)

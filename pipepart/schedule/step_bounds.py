@@ -43,11 +43,9 @@ class _Paths:
             after[back, target].append(((back, source), link))
         return _Paths(tuple(order), {node: table[node[0]][node[1]] for node in order}, after)
 
-    def heads(self, origin: Node | None = None) -> dict[Node, float]:
-        """The longest path from the start (or from the start of one action) to the start of each action."""
-        head = dict.fromkeys(self.order, 0.0 if origin is None else float("-inf"))
-        if origin is not None:
-            head[origin] = 0.0
+    def heads(self) -> dict[Node, float]:
+        """The longest path from the start to the start of each action."""
+        head = dict.fromkeys(self.order, 0.0)
         for node in self.order:
             for user, link in self.after[node]:
                 head[user] = max(head[user], head[node] + self.seconds[node] + link)
@@ -69,22 +67,16 @@ def lower_bound(
     edges: Edges | None = None,
     *,
     split: bool | None = None,
-    memory_limit: Sequence[float] | None = None,
 ) -> float:
     """No schedule of ``microbatches`` over chunks placed so can take less, whatever its order.
 
     For any set of a stage's actions: the shortest way to the first of them, all their work, and the shortest way from
     the last to the end (the one-machine bound with heads and tails). One micro-batch alone gives the longest chain.
-    With a ``memory_limit`` per stage: a micro-batch keeps its activations at least as long as it takes to go on and
-    come back, and all of them together have no more than the limit times the step.
     ``split``: whether backwards are split; None takes the lesser of both.
     """
     edges = costs.edges if edges is None else edges
     if split is None:
-        return min(
-            lower_bound(placement, microbatches, costs, edges, split=way, memory_limit=memory_limit)
-            for way in (False, True)
-        )
+        return min(lower_bound(placement, microbatches, costs, edges, split=way) for way in (False, True))
     paths = _Paths.of(placement, costs, edges, split)
     heads, tails = paths.heads(), paths.tails(costs)
     best = max(heads[node] + paths.seconds[node] + tails[node] for node in paths.order)
@@ -95,34 +87,4 @@ def lower_bound(
                 work = sum(time for h, time, q in mine if h >= head and q >= tail)
                 if work:
                     best = max(best, head + microbatches * work + tail)
-    if memory_limit is not None:
-        best = max(best, _memory_bound(placement, microbatches, costs, paths, heads, tails, split, memory_limit))
-    return best
-
-
-def _memory_bound(
-    placement: Sequence[int],
-    microbatches: int,
-    costs: ChunkCosts,
-    paths: _Paths,
-    heads: dict[Node, float],
-    tails: dict[Node, float],
-    split: bool,
-    memory_limit: Sequence[float],
-) -> float:
-    """The bound from how long activations live at least: their weight times their time fits under the limit."""
-    best = 0.0
-    for stage in set(placement):
-        held = [c for c, home in enumerate(placement) if home == stage]
-        needed = 0.0
-        for chunk in held:
-            back = ("I" if split else "B", chunk)
-            life = paths.heads(("F", chunk))[back] + paths.seconds[back]
-            if split:
-                life += costs.kept_for_weight * paths.seconds["W", chunk]
-            needed += costs.activation[chunk] * life
-        if memory_limit[stage] > 0:
-            first = min(heads["F", c] for c in held)
-            last = min(tails["W" if split else "B", c] for c in held)
-            best = max(best, first + microbatches * needed / memory_limit[stage] + last)
     return best

@@ -31,7 +31,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "recording": (plain, "record"),
     "the batch check": (samples, "look_at_samples"),
     "measuring costs": (agreement, "profiled"),
-    "planning": (agreement, "make_plan"),
+    "planning": (agreement, "search"),
     "checking that the plan fits": (agreement, "_check_fits"),
     "proving the chunks": (agreement, "prove_chunks"),
     "laying out the stage": (stage, "choose_transport"),

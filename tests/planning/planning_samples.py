@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph
 from pipepart.graph.opgraph import Op
+from pipepart.planning import BatchCut, Plan, PlanRequest, search
 
-__all__ = ["chain", "op", "random_graph", "sample_costs", "sizes_of"]
+__all__ = ["CostsBySize", "chain", "op", "planned", "random_graph", "sample_costs", "sizes_of"]
 
 
 def op(name: str, kind: str = "module", module: str = "", size: int = 1000, **more: object) -> Op:
@@ -100,3 +102,30 @@ def sample_costs(graph: OpGraph, seed: int = 0, saved: int = 10_000) -> OpCosts:
 
 def sizes_of(graph: OpGraph, size: int = 4000) -> dict[str, tuple[int, int]]:
     return {name: (size // 4, size) for op in graph.ops for name in op.parameters}
+
+
+class CostsBySize:
+    """A source of costs: of each size of a micro-batch its own, or the same for all sizes, whatever the device."""
+
+    def __init__(self, costs: OpCosts | dict[int, OpCosts]) -> None:
+        self._costs = costs
+
+    def at(self, microbatch_size: int, kind: str) -> OpCosts:
+        return self._costs if isinstance(self._costs, OpCosts) else self._costs[microbatch_size]
+
+
+def planned(
+    graph: OpGraph,
+    costs: OpCosts,
+    size: int,
+    sizes: dict[str, tuple[int, int]],
+    *,
+    stages: int,
+    microbatches: int = 1,
+    frozen: Collection[str] = (),
+    **request: object,
+) -> Plan:
+    """The plan for one replica of a fixed mesh and one cut of the batch."""
+    cut = BatchCut(microbatches, size)
+    asked = PlanRequest(microbatches * size, stages=stages, replicas=1, cuts=(cut,), **request)  # type: ignore[arg-type]
+    return search(graph, CostsBySize(costs), sizes, asked, frozen=frozen)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from planning_samples import planned
 from torch import nn
 
 from pipepart.cost import OpCosts
@@ -13,7 +14,7 @@ from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind, Node
 from pipepart.cost.given import write_costs
 from pipepart.errors import PlanError
 from pipepart.graph import capture
-from pipepart.planning import Plan, PlanOptions, Request, make_plan, plan
+from pipepart.planning import Plan, PlanOptions, plan
 from pipepart.planning.entry import Target, plan_for
 from pipepart.planning.layout import Layout
 from pipepart.planning.sources import resized, scaled
@@ -211,8 +212,8 @@ def test_a_backward_in_two_halves_has_its_price() -> None:
     sizes = {name: (16, 64) for name, _ in layers.named_parameters(prefix="layers")}
 
     def step(costs: OpCosts, schedule: str) -> float:
-        request = Request(2, microbatches=8, schedule=schedule, slack=0, split_at=("layers.2",))
-        return make_plan(graph, costs, request, 1, sizes).step_time
+        fixed = {"schedule": schedule, "slack": 0, "split_at": ("layers.2",)}
+        return planned(graph, costs, 1, sizes, stages=2, microbatches=8, **fixed).step_time
 
     assert step(dear, "1f1b") == step(plain, "1f1b")
     assert step(dear, "zb_h1") >= step(plain, "zb_h1") + 8 * 2 * 0.5  # 8 micro-batches of two layers on a stage

@@ -2,28 +2,28 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_samples import chain, random_graph, sample_costs, sizes_of
+from planning_samples import chain, planned, random_graph, sample_costs, sizes_of
 
 from pipepart.errors import PlanError
-from pipepart.planning import Plan, Request, make_plan
+from pipepart.planning import Plan
 
 
 def sample_plan(**request: object) -> Plan:
     graph = chain(8)
-    asked = Request(**{"stages": 2, "microbatches": 4, **request})  # type: ignore[arg-type]
-    return make_plan(graph, sample_costs(graph), asked, 2, sizes_of(graph))
+    return planned(graph, sample_costs(graph), 2, sizes_of(graph), stages=2, microbatches=4, **request)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10_000), stages=st.integers(1, 3), microbatches=st.integers(1, 5))
 def test_round_trip_keeps_everything(seed: int, stages: int, microbatches: int) -> None:
     graph = random_graph(seed)
-    request = Request(stages=stages, microbatches=microbatches, schedule="1f1b")
-    plan = make_plan(graph, sample_costs(graph, seed), request, 2, sizes_of(graph))
+    costs, sizes = sample_costs(graph, seed), sizes_of(graph)
+    plan = planned(graph, costs, 2, sizes, stages=stages, microbatches=microbatches, schedule="1f1b")
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.hash == plan.hash
@@ -35,6 +35,17 @@ def test_files(tmp_path) -> None:
     plan = sample_plan()
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_file_that_was_written_before_is_read_and_written_as_it_was() -> None:
+    """Two replicas with ties, recomputation, a memory limit and a rehearsal."""
+    path = Path(__file__).parent / "plan_of_version_1.json"
+    plan = Plan.load(path)
+    assert (plan.stages, plan.replicas, plan.recompute, plan.rehearsed) == (2, 2, (True, True), 0.125)
+    assert plan.step_time == pytest.approx(0.1575314332632278)
+    assert plan.hash == "489ee4a3f3ecc831"
+    assert plan.to_json() + "\n" == path.read_text()
+    assert "2 of 2 chunks recompute" in plan.describe()
 
 
 def test_a_plan_without_the_later_fields_can_be_read() -> None:

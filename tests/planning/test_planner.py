@@ -8,20 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_samples import chain, random_graph, sample_costs, sizes_of
+from planning_samples import planned as plan_of
 
+from pipepart.cost import OpCosts
+from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind, Node
 from pipepart.errors import PlanError, ScheduleError
 from pipepart.graph import OpGraph
-from pipepart.planning import Layout, Plan, Request, auto_microbatches, check_request, make_plan
+from pipepart.planning import Layout, Plan, PlanRequest, auto_microbatches, check_request, search
 from pipepart.planning.layout import Handling
 from pipepart.planning.moves import Mover
 from pipepart.planning.pricing import Pricing
-from pipepart.planning.request import recipes
+from pipepart.planning.request import BatchCut, Shape, recipes
 from pipepart.planning.splits import Case
 from pipepart.schedule import step_time, validate
 
 
 def planned(graph: OpGraph, seed: int = 0, **request: object) -> Plan:
-    return make_plan(graph, sample_costs(graph, seed), Request(**request), 2, sizes_of(graph))  # type: ignore[arg-type]
+    return plan_of(graph, sample_costs(graph, seed), 2, sizes_of(graph), **request)  # type: ignore[arg-type]
 
 
 def naive_traffic(graph: OpGraph, plan: Plan) -> dict[tuple[int, int], int]:
@@ -111,9 +114,9 @@ def test_a_chain_gets_the_best_of_all_its_splits(schedule: str) -> None:
 def test_moves_find_the_way_from_a_bad_split() -> None:
     graph = chain(12)
     pricing = Pricing(graph, (sample_costs(graph),), sizes_of(graph), Layout.uniform(2, 1))
-    request = Request(stages=2, microbatches=4, schedule="1f1b", slack=0)
-    case = Case(pricing, request)
-    recipe = recipes(request)[0]
+    request = PlanRequest(8, stages=2, replicas=1, schedule="1f1b", slack=0)
+    case = Case(pricing, request, Shape(2, 1, 4, 2))
+    recipe = recipes(request, 2)[0]
     schedule = case.make_schedule(recipe)
     bad = np.array([0] + [0] * 2 + [1] * 10 + [1])
     start = case.judge(recipe, schedule, bad)
@@ -177,7 +180,7 @@ def test_nothing_fits_says_how_much_where_and_what_would() -> None:
 def test_frozen_parameters_have_no_gradient_and_no_optimizer_state() -> None:
     graph = chain(6)
     names = list(sizes_of(graph))
-    plan = make_plan(graph, sample_costs(graph), Request(stages=1), 2, sizes_of(graph), frozen=set(names[:3]))
+    plan = plan_of(graph, sample_costs(graph), 2, sizes_of(graph), stages=1, frozen=set(names[:3]))
     assert plan.memory[0].weights == 6 * 4000
     assert plan.memory[0].gradients == 3 * 4000
 
@@ -195,7 +198,7 @@ def test_forced_cuts_stay_where_they_are() -> None:
 
 def test_costs_of_another_graph_are_refused() -> None:
     with pytest.raises(PlanError, match="another graph"):
-        make_plan(chain(4), sample_costs(chain(5)), Request(stages=1), 1, sizes_of(chain(5)))
+        plan_of(chain(4), sample_costs(chain(5)), 1, sizes_of(chain(5)), stages=1)
 
 
 def test_requests_are_checked_before_anything_is_measured() -> None:
@@ -218,8 +221,9 @@ def test_what_is_no_layer_makes_its_weight_gradients_at_once() -> None:
     whole = pricing.price([0, 0, 0, 0, 1, 1, 1, 1], (0, 1))
     halves = pricing.in_two_halves(whole, [0, 0, 0, 0, 1, 1, 1, 1])
     at_once = costs.backward_weight[2] + costs.backward_weight[3]
-    assert halves.backward_input == pytest.approx((whole.backward_input[0] + at_once, whole.backward_input[1]))
-    assert halves.backward_weight == pytest.approx((whole.backward_weight[0] - at_once, whole.backward_weight[1]))
+    for before, after, moved in zip(whole.chunks, halves.chunks, (at_once, 0.0)):
+        assert after.backward_input == pytest.approx(before.backward_input + moved)
+        assert after.backward_weight == pytest.approx(before.backward_weight - moved)
 
 
 def test_a_matrix_on_two_stages_is_summed_at_the_end() -> None:
@@ -227,14 +231,14 @@ def test_a_matrix_on_two_stages_is_summed_at_the_end() -> None:
     ops = [dataclasses.replace(op, parameters=("shared",)) if i in (1, 8) else op for i, op in enumerate(graph.ops)]
     tied = OpGraph(tuple(ops), graph.edges, (), graph.hash)
     sizes = {**sizes_of(graph), "shared": (1000, 4000)}
-    request = Request(stages=2, microbatches=4, schedule="1f1b")
-    plan = make_plan(tied, sample_costs(graph), request, 2, sizes)
+    fixed = {"stages": 2, "microbatches": 4, "schedule": "1f1b"}
+    plan = plan_of(tied, sample_costs(graph), 2, sizes, **fixed)
     (tie,) = plan.ties
     assert (tie.chunks, tie.size) == ((0, 1), 4000)
     last = max(event.end for mine in plan.timeline.compute for event in mine)
     assert {e.start for e in plan.timeline.events if e.action.kind == "REDUCE"} == {last}
     assert Plan.from_json(plan.to_json()) == plan
-    alone = make_plan(tied, sample_costs(graph), request, 2, sizes, frozen={"shared"})
+    alone = plan_of(tied, sample_costs(graph), 2, sizes, frozen={"shared"}, **fixed)
     assert alone.ties == ()
 
 
@@ -247,9 +251,15 @@ def test_stages_with_costs_of_their_own() -> None:
         backward_input=tuple(3 * t for t in fast.backward_input),
         backward_weight=tuple(3 * t for t in fast.backward_weight),
     )
-    layout = Layout(2, 1, (float("inf"),) * 2, ("fast", "slow"))
-    plan = make_plan(
-        graph, (fast, slow), Request(stages=2, microbatches=8, schedule="1f1b"), 2, sizes_of(graph), layout=layout
-    )
+
+    class Source:
+        def at(self, microbatch_size: int, kind: str) -> OpCosts:
+            return {"fast": fast, "slow": slow}[kind]
+
+    kinds = {kind: DeviceKind(kind, {"float32": 1e9}, 1e10, 1e9) for kind in ("fast", "slow")}
+    links = {"wire": LinkKind("wire", 1e10, 1e-6)}
+    cluster = Cluster("two", kinds, links, (Node(("fast", "slow"), "wire"),), "wire")
+    request = PlanRequest(16, cluster=cluster, stages=2, replicas=1, cuts=(BatchCut(8, 2),), schedule="1f1b")
+    plan = search(graph, Source(), sizes_of(graph), request)
     assert plan.chunks[0].ops > plan.chunks[1].ops
     assert plan.lower_bound <= plan.step_time

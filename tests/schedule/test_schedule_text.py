@@ -40,9 +40,9 @@ def test_gantt_shows_uneven_times_reductions_and_colors():
 def test_the_table_compares_all_schedules_with_the_bound():
     rows = compare(4, 8)
     assert [(row.schedule, row.chunks) for row in rows] == [
-        ("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_h2", 1), ("auto", 1),
-        ("gpipe", 2), ("interleaved", 2), ("zb_v", 2), ("auto", 2),
-        ("gpipe", 4), ("interleaved", 4), ("auto", 4),
+        ("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_h2", 1),
+        ("gpipe", 2), ("interleaved", 2), ("zb_v", 2),
+        ("gpipe", 4), ("interleaved", 4),
     ]  # fmt: skip
     by_name = {(row.schedule, row.chunks): row for row in rows}
     assert by_name["1f1b", 1].bubble == pytest.approx(0.2727, abs=5e-5)
@@ -50,13 +50,13 @@ def test_the_table_compares_all_schedules_with_the_bound():
     assert by_name["interleaved", 2].peak == 5.5
     assert all(row.step_time >= row.bound * (1 - 1e-9) for row in rows)
     lines = format_table(rows).splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 10
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split() == ["1f1b", "4", "8", "1", "1:1:1", "33", "0.2727", "0.2727", "4", "33", "0.0%"]
 
 
 def test_the_whole_table_has_a_block_per_case():
-    text = table([2], [3, 4], [1], [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0)], send=0.1, auto=False)
+    text = table([2], [3, 4], [1], [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0)], send=0.1)
     assert text.count("schedule ") == 4
     assert "1:2:1" in text
 
@@ -71,5 +71,4 @@ def test_the_picture_of_a_schedule_by_name_or_from_a_file(tmp_path):
     assert "stage  1  .0AA.." in picture(str(path))
     with pytest.raises(ScheduleError, match="is for 2 stages, asked for 3"):
         picture(str(path), stages=3)
-    assert picture("auto", stages=2, microbatches=2).count("\n") == 4
     assert "chunk" in picture("interleaved", stages=2, microbatches=2, send=0.5, ratio=(1.0, 2.0, 1.0))

@@ -64,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gantt", metavar="NAME", help="draw this schedule (or .csv file) instead of the table")
     parser.add_argument("--speed", action="store_true", help="time the tools themselves")
     parser.add_argument("--peers", action="store_true", help="compare with the lists of torch.distributed.pipelining")
-    parser.add_argument("--auto", type=int, metavar="N", help="judge auto on N random problems")
     options = parser.parse_args(argv)
     try:
         if options.gantt:
@@ -80,11 +79,6 @@ def main(argv: list[str] | None = None) -> int:
             print(text)
         elif options.speed:
             print(speed((options.stages or [64])[0], (options.microbatches or [512])[0]))
-        elif options.auto:
-            from tools.bench.schedules.auto import auto_quality
-
-            print(auto_quality(options.auto, split=True))
-            print(auto_quality(options.auto, split=False))
         elif options.peers:
             from tools.bench.schedules.peers import peers
 

@@ -64,7 +64,7 @@ def peers(stages: Sequence[int], microbatches: Sequence[int]) -> str:
         ("ScheduleGPipe", "gpipe", 1),
         ("ScheduleInterleaved1F1B", "interleaved", 2),
         ("ScheduleInterleaved1F1B", "interleaved", 4),
-        ("ScheduleInterleavedZeroBubble", "auto", 2),
+        ("ScheduleInterleavedZeroBubble", "zb_v", 2),
         ("ScheduleZBVZeroBubble", "zb_v", 2),
         ("ScheduleDualPipeV", "zb_v", 2),
     )
@@ -78,8 +78,7 @@ def peers(stages: Sequence[int], microbatches: Sequence[int]) -> str:
                 except ValueError as error:
                     lines.append(f"{theirs:31}{ours:12}{p:3}{m:4}{v:3}  refused by torch: {str(error).split('.')[0]}")
                     continue
-                extra = {"costs": costs, "memory_limit": max(other.peak_activations)} if ours == "auto" else {}
-                own = simulate(make_schedule(ours, stages=p, microbatches=m, chunks=v, **extra), costs)
+                own = simulate(make_schedule(ours, stages=p, microbatches=m, chunks=v), costs)
                 lines.append(
                     f"{theirs:31}{ours:12}{p:3}{m:4}{v:3}{other.step_time:9.2f}{own.step_time:9.2f}"
                     f"{max(other.peak_activations):8.2f}{max(own.peak_activations):8.2f}"

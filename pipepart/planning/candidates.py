@@ -1,0 +1,211 @@
+"""The search space of a request: every shape and recipe that it allows, with an estimate and a bound of the step.
+
+The estimate takes balanced stages and closed formulas; the bound holds for every split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipepart.cost import OpCosts
+from pipepart.errors import PlanError
+from pipepart.graph import OpGraph
+from pipepart.planning.bounds import step_bound, work_and_path
+from pipepart.planning.layout import Layout
+from pipepart.planning.parameter_uses import ParameterSizes
+from pipepart.planning.pricing import Pricing
+from pipepart.planning.request import PER_STAGE, BatchCut, PlanRequest, Recipe, Shape, cut_into, recipes
+from pipepart.planning.sources import Costs
+from pipepart.planning.splits import Case
+
+__all__ = ["Candidate", "SearchSpace"]
+
+_ONE_STAGE = (1, 2, 4, 8, 16, 32)
+"""Micro-batches that are tried on one stage where memory is short."""
+_HARDLY = 4
+"""Factor of the estimate of a candidate that will hardly fit into memory: it comes last."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One shape and one recipe."""
+
+    shape: Shape
+    recipe: Recipe
+    estimate: float
+    """Seconds of a step by closed formulas; like the bound, for as many samples as that of all others."""
+    bound: float
+    """Seconds that no split of this candidate can beat."""
+    usual: bool = False
+    """Its cut of the batch is the usual one."""
+
+    @property
+    def actions(self) -> int:
+        return 2 * self.shape.stages * self.recipe.chunks * self.shape.microbatches
+
+
+@dataclass(frozen=True)
+class _Bubble:
+    """Of balanced stages."""
+
+    seconds: float
+    held: float
+    """Micro-batches whose activations the first stage holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class SearchSpace:
+    """One graph with the costs of its ops, and all that a request leaves open."""
+
+    graph: OpGraph
+    source: Costs
+    sizes: ParameterSizes
+    request: PlanRequest
+    frozen: Collection[str] = ()
+
+    def candidates(self) -> list[Candidate]:
+        """All that the request allows, the most promising first."""
+        found = [
+            candidate
+            for stages, replicas in self._meshes()
+            for cut in self._cuts(stages, replicas)
+            for candidate in self._ways(Shape(stages, replicas, cut.microbatches, cut.size))
+        ]
+        return sorted(found, key=lambda c: (c.estimate, c.shape.stages, c.shape.microbatches))
+
+    def case(self, shape: Shape) -> Case:
+        if shape not in self._cases:
+            layout = self.request.layout(shape.stages, shape.replicas)
+            costs = self._costs(layout, shape.size)
+            pricing = Pricing(self.graph, costs, self.sizes, layout, self.request.optimizer_factor, self.frozen)
+            self._cases[shape] = Case(pricing, self.request, shape)
+        return self._cases[shape]
+
+    def nothing(self) -> PlanError:
+        """The error for a request that allows no candidate."""
+        request, devices = self.request, self.request.device_count
+        if request.microbatches != "auto":
+            return PlanError(
+                f"a batch of {request.batch_size} cannot be cut into {request.microbatches} micro-batches on any shape of "
+                f"{devices} device(s): use fewer micro-batches or a larger batch"
+            )
+        _, room = request.device_memory()
+        return PlanError(
+            f"the model does not fit on {devices} device(s) of {room / 1e9:.2f} GB: weights, gradients and optimizer state "
+            f"are {self._state / 1e9:.2f} GB, {self._state / devices / 1e9:.2f} GB a stage with all devices in one "
+            f"pipeline. More stages would fit: use devices={math.ceil(self._state / room)} or more."
+        )
+
+    @cached_property
+    def _cases(self) -> dict[Shape, Case]:
+        return {}
+
+    @cached_property
+    def _parameters(self) -> int:
+        """Bytes of all parameters,"""
+        return sum(size for _, size in self.sizes.values())
+
+    @property
+    def _state(self) -> float:
+        """and with their gradients and optimizer state."""
+        return self._parameters * (2 + self.request.optimizer_factor)
+
+    def _costs(self, layout: Layout, size: int) -> tuple[OpCosts, ...]:
+        kinds = layout.kinds or ("",)
+        found = tuple(self.source.at(size, kind) for kind in (kinds if len(set(kinds)) > 1 else kinds[:1]))
+        names = tuple(op.name for op in self.graph.ops)
+        if any(costs.names != names for costs in found):
+            raise PlanError("the costs belong to another graph: their ops have other names. Measure the costs again.")
+        return found
+
+    def _meshes(self) -> Iterator[tuple[int, int]]:
+        request, devices = self.request, self.request.device_count
+        if request.stages != "auto" and request.replicas != "auto":
+            yield int(request.stages), int(request.replicas)
+        elif request.stages != "auto":
+            yield int(request.stages), _divided(devices, int(request.stages), "stages")
+        elif request.replicas != "auto":
+            yield _divided(devices, int(request.replicas), "replicas"), int(request.replicas)
+        else:
+            for stages in range(1, devices + 1):
+                few = request.each_replica or devices // stages <= request.batch_size
+                if devices % stages == 0 and (stages == 1 or few):
+                    yield stages, devices // stages
+
+    def _cuts(self, stages: int, replicas: int) -> list[BatchCut]:
+        """The cuts of a replica's share of the batch."""
+        request = self.request
+        if request.cuts:
+            return list(request.cuts)
+        share = request.share(replicas)
+        if request.microbatches != "auto":
+            count = int(request.microbatches)
+            return [BatchCut(count, -(-share // count))] if count <= share else []
+        if stages > 1:
+            counts = tuple(stages * each for each in PER_STAGE)
+        else:
+            counts = _ONE_STAGE if request.memory_limit is not None or self._tight(share) else (1,)
+        return sorted({cut_into(share, count) for count in counts}, key=lambda cut: cut.microbatches)
+
+    def _tight(self, share: int) -> bool:
+        """Whether the whole model with the whole share could be too large for a device."""
+        if self.request.cluster is None:
+            return False
+        costs = self.source.at(share, self.request.cluster.devices[0].name)
+        return self._state + sum(costs.saved_bytes) > self.request.device_memory()[0]
+
+    def _ways(self, shape: Shape) -> Iterator[Candidate]:
+        case, request = self.case(shape), self.request
+        stages, microbatches, layout = shape.stages, shape.microbatches, case.pricing.layout
+        work, path = work_and_path(case.pricing)
+        costs = case.pricing.costs
+        f, i, w = (
+            min(math.fsum(getattr(one, name)) for one in costs) / stages
+            for name in ("forward", "backward_input", "backward_weight")
+        )
+        state = self._state / stages
+        saved = math.fsum(costs[0].saved_bytes) / stages
+        room = max(layout.memory)
+        if state > room and request.stages == "auto":
+            return  # not even the parameters fit
+        reduce = layout.reduce_seconds(0, self._parameters / stages)
+        weight = request.weight(shape.replicas)
+        usual = bool(request.cuts) and request.cuts[0] == BatchCut(microbatches, shape.size)
+        for recipe in recipes(request, stages):
+            full = state + _bubble(recipe, stages, microbatches, f, i, w).held * saved > room
+            again = request.recompute is True or (request.recompute == "auto" and full)
+            back = i + f if again else i  # a forward that is run again comes with the gradient of the inputs
+            bubble = _bubble(recipe, stages, microbatches, f, back, w).seconds
+            estimate = microbatches * (f + back + w) + bubble + reduce
+            if full and not again:
+                estimate *= _HARDLY
+            bound = max(microbatches * work / stages, path)
+            if recipe.chunks == 1:
+                bound = step_bound(work, path, stages, microbatches)
+            yield Candidate(shape, recipe, estimate * weight, bound * weight, usual)
+
+
+def _bubble(recipe: Recipe, p: int, m: int, f: float, i: float, w: float) -> _Bubble:
+    gap, v = p - 1, recipe.chunks
+    whole = gap * (f + i + w)
+    kinds = {
+        "gpipe": _Bubble(whole / v, float(m)),
+        "1f1b": _Bubble(whole, float(min(m, p + recipe.slack))),
+        "interleaved": _Bubble(whole / v, min(float(m), p + gap / v)),
+        "zb_h1": _Bubble(gap * max(f + i - w, 0.0), float(min(m, p))),
+        "zb_h2": _Bubble(gap * max(f + i - 2 * w, 0.0), float(min(m, 2 * p - 1))),
+        "zb_v": _Bubble(gap * f / 2, float(min(m, p))),
+    }
+    return kinds.get(recipe.schedule, kinds["1f1b"])  # of a schedule from a file only the simulation knows more
+
+
+def _divided(devices: int, by: int, name: str) -> int:
+    if devices % by:
+        raise PlanError(
+            f"devices must be a multiple of {name} (devices = replicas x stages): got devices={devices}, {name}={by}. "
+            f"Use devices={-(-devices // by) * by}, or another number of {name}."
+        )
+    return devices // by
