@@ -52,6 +52,8 @@ _EVALUATION = {
 }
 _WORTH_A_REHEARSAL = 50
 """Batches: a shorter run is over before it matters what a step takes."""
+_TRACED = frozenset({3, 10})
+"""Steps of each fit: the first one that is not a warm-up, which short runs reach, and one when the caches have settled."""
 
 
 class PipelineStrategy(WholeStrategy):
@@ -205,6 +207,7 @@ class PipelineStrategy(WholeStrategy):
             self._fill(trainer, module)
         self._variants = {step: Variants(step, [step], 1)}
         self._is_cut(module, self._runtime)
+        self._runtime.tracing.numbers = _TRACED
         self.rehearsed, self._shown = None, None
         if trains:  # a plan from a file may have been rehearsed somewhere else
             self.rehearsed = self._rehearse(trainer, example)
@@ -286,7 +289,7 @@ class PipelineStrategy(WholeStrategy):
             continues=self._continues,
             ahead=ahead,
             loss_scale=loss_scale_of(self.precision_plugin, self.root_device) / trainer.accumulate_grad_batches,
-            trace=len(self.step_times) in (3, 10),
+            trace=self.runtime.tracing.due(len(self.step_times)),
             outputs_everywhere=True,
             separate=self._effects[name].separate,
             context=self.precision_plugin.forward_context,
