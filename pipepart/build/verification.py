@@ -6,16 +6,14 @@ cut. The first two need the whole model and run before it is cut into stages, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipepart.build.batch_verdict import container_cut
-from pipepart.cost import state_kept
 from pipepart.errors import CaptureError
 from pipepart.recording import Recording
 from pipepart.recording.model_state.state import is_abstract
@@ -23,6 +21,7 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
 from pipepart.runtime.microbatch import Whole, cut_batch, merge_outputs
 from pipepart.runtime.stage import StageRuntime
+from pipepart.samples.lockstep import evaluating
 from pipepart.samples.pieces import Pieces
 
 __all__ = ["Reference", "reference_of", "verification"]
@@ -67,9 +66,9 @@ def reference_of(
     if container is not None:
         leaves = Whole(leaves, container.pieces, container.batch, container.flatten)
     cut, sizes = cut_batch(recording, leaves, microbatches)
-    with _evaluating(recording.root):
+    with evaluating(recording.root):
         whole, whole_gradients = _run(recording, [leaves], [1.0], context)
-    with _evaluating(recording.root):
+    with evaluating(recording.root):
         parts, parts_gradients = _run(recording, cut, sizes.weights, context)
     return Reference(whole[0], merge_outputs(parts, sizes), whole_gradients, parts_gradients, len(sizes), leaves)
 
@@ -87,7 +86,7 @@ def verification(
     """
     if reference.reason:
         return f"verify     not possible: {reference.reason}"
-    with _evaluating(runtime.root):
+    with evaluating(runtime.root):
         result = runtime.train(reference.leaves, outputs_everywhere=True, separate=separate, context=context)
         gradients = runtime.take_gradients()
     rows: list[tuple[str, ...]] = [("", "whole batch", "micro-batches", "pipeline")]
@@ -127,18 +126,6 @@ def _run(
                 total[name] = total[name] + gradient if name in total else gradient
         outputs.append(tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in values))
     return outputs, total
-
-
-@contextmanager
-def _evaluating(root: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in root.modules()]
-    with state_kept(root):
-        root.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
 
 Worst = tuple[float, str]

@@ -118,9 +118,7 @@ def _train(words: list[str]) -> int:
     parser.add_argument("-m", "--multirun", action="store_true", help="a run for every combination of key=a,b,c")
     given = parser.parse_intermixed_args(words)
     if given.cfg:
-        from pipepart.cli.train import show_config
-
-        return show_config(given.overrides, given.config_dir)
+        return _show_config(given)
     from pipepart.cli.config import is_sweep
 
     if given.multirun or is_sweep(given.overrides, given.config_dir):
@@ -130,6 +128,12 @@ def _train(words: list[str]) -> int:
     from pipepart.cli.train import train
 
     return train(given.overrides, given.config_dir)
+
+
+def _show_config(given: argparse.Namespace, *command: str) -> int:
+    from pipepart.cli.train import show_config
+
+    return show_config(given.overrides, given.config_dir, *command)
 
 
 def _plan(words: list[str]) -> int:
@@ -144,9 +148,7 @@ def _plan(words: list[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, help="write the plan to this file")
     given = parser.parse_intermixed_args(words)
     if given.cfg:
-        from pipepart.cli.train import show_config
-
-        return show_config(given.overrides, given.config_dir, "plan")
+        return _show_config(given, "plan")
     from pipepart.cli.plan_command import plan
 
     return plan(given.overrides, given.config_dir, given.json, given.output)
@@ -161,9 +163,7 @@ def _verify(words: list[str]) -> int:
     )
     given = parser.parse_intermixed_args(words)
     if given.cfg:
-        from pipepart.cli.train import show_config
-
-        return show_config(given.overrides, given.config_dir)
+        return _show_config(given)
     from pipepart.cli.verify_command import verify
 
     return verify(given.overrides, given.config_dir)

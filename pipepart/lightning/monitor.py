@@ -76,7 +76,8 @@ class PipelineMonitor(Callback):
         self._batch, self._samples, self._seen_steps, self._norm = 0, 0, len(strategy.step_times), None
         place = trainer.log_dir  # asks all ranks
         self._folder = Path(self._folder_given or place or trainer.default_root_dir)
-        self._untrace = _trace_when(strategy.runtime, lambda: self._due)
+        self._untrace()
+        self._untrace = strategy.runtime.tracing.also(lambda: self._due)
         if trainer.is_global_zero:
             self._record_plan(trainer, strategy)
 
@@ -185,17 +186,6 @@ class PipelineMonitor(Callback):
         except Exception as error:
             self._silenced.add(id(logger))
             rank_zero_warn(f"{type(logger).__name__} failed ({type(error).__name__}: {error}); it gets no more figures")
-
-
-def _trace_when(runtime: StageRuntime, due: Callable[[], bool]) -> Callable[[], None]:
-    """Time every action of the steps that are due, besides those that the strategy traces; returns how to undo it."""
-    plain = runtime.train
-
-    def train(leaves: Any, **options: Any) -> Any:
-        return plain(leaves, **{**options, "trace": bool(options.get("trace")) or due()})
-
-    runtime.train = train  # type: ignore[method-assign]
-    return lambda: vars(runtime).pop("train", None)
 
 
 def _samples_of(batch: Any, otherwise: int) -> int:

@@ -51,6 +51,8 @@ _EVALUATION = {
 }
 _WORTH_A_REHEARSAL = 50
 """Batches: a shorter run is over before it matters what a step takes."""
+_TRACED = frozenset({3, 10})
+"""Steps of each fit: the first one that is not a warm-up, which short runs reach, and one when the caches have settled."""
 
 
 class PipelineStrategy(WholeStrategy):
@@ -109,10 +111,15 @@ class PipelineStrategy(WholeStrategy):
         """Gradients of earlier batches wait for the next one, to make one step of the optimizer."""
         self.step_times: list[float] = []
         """Seconds of each training step on this rank, without the optimizer."""
+        self.rehearsed: float | None = None
+        """Seconds of a step in the rehearsal of the plan, if there was one."""
+        self._shown: Plan | None = None
 
     @property
     def plan(self) -> Plan:
-        return self.runtime.plan
+        """The plan that the runtime carries out, with the step that was measured in its rehearsal."""
+        plan = self.runtime.plan
+        return plan if self._shown is None else self._shown
 
     # ---- setting up
 
@@ -174,8 +181,11 @@ class PipelineStrategy(WholeStrategy):
             self._fill(trainer, module)
         self._variants = {step: Variants(step, [step], 1)}
         self._is_cut(module, self._runtime)
-        if trains:
-            self._rehearse(trainer, example)
+        self._runtime.tracing.numbers = _TRACED
+        self.rehearsed, self._shown = None, None
+        if trains:  # a plan from a file may have been rehearsed somewhere else
+            self.rehearsed = self._rehearse(trainer, example)
+            self._shown = replace(self.runtime.plan, rehearsed=self.rehearsed)
         nodes = f"\n{self.describe_nodes()}" if self.num_nodes > 1 else ""
         said = built.notes
         if trainer.accumulate_grad_batches > 1:
@@ -189,16 +199,15 @@ class PipelineStrategy(WholeStrategy):
             notes += f"\n{verification(self.runtime, built.reference, names, separate, context)}"
         tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{nodes}{notes}\n")
 
-    def _rehearse(self, trainer: Trainer, example: Any) -> None:
+    def _rehearse(self, trainer: Trainer, example: Any) -> float | None:
         """Run some steps on the example, to know what one takes; not before a run that is hardly longer than that."""
-        self.runtime.plan = replace(self.plan, rehearsed=None)  # a plan from a file was rehearsed somewhere else
         if self._empty or steps_ahead(trainer) < _WORTH_A_REHEARSAL:
-            return
+            return None
         numbers = dict.fromkeys(("batch_idx", "global_step", "current_epoch", "dataloader_idx"), 0)
         name, leaves = self._variants["training_step"].choose(flattener(example, numbers, self.runtime), self.runtime)
         if name is None:  # the whole batch needs another recording than its first part: made when it is trained on
-            return
-        seconds = rehearsed(
+            return None
+        return rehearsed(
             self.runtime,
             leaves,
             outputs_everywhere=True,
@@ -206,7 +215,6 @@ class PipelineStrategy(WholeStrategy):
             context=self.precision_plugin.forward_context,
             name=name,
         )
-        self.runtime.plan = replace(self.plan, rehearsed=seconds)
 
     def _fill(self, trainer: Trainer, module: LightningModule) -> None:
         """Memory and values for the parameters and buffers of this stage, after the model was planned without any."""
@@ -255,7 +263,7 @@ class PipelineStrategy(WholeStrategy):
             continues=self._continues,
             ahead=ahead,
             loss_scale=loss_scale_of(self.precision_plugin, self.root_device) / trainer.accumulate_grad_batches,
-            trace=len(self.step_times) in (3, 10),
+            trace=self.runtime.tracing.due(len(self.step_times)),
             outputs_everywhere=True,
             separate=self._effects[name].separate,
             context=self.precision_plugin.forward_context,

@@ -29,7 +29,7 @@ from pipepart.runtime.ownership import Ownership
 from pipepart.runtime.parts import Parts
 from pipepart.runtime.program import Program, StepResult
 from pipepart.runtime.randomness import OpSeeds
-from pipepart.runtime.tracing import Trace, TraceBoard, clock_offset
+from pipepart.runtime.tracing import Trace, TraceBoard, TracePolicy, clock_offset
 from pipepart.runtime.transport import GroupTransport, Transport, choose_transport
 from pipepart.samples import Weighed
 from pipepart.samples.tail import TailCut
@@ -85,6 +85,8 @@ class StageRuntime:
         self._fresh: dict[str, torch.Tensor] = {}
         self._local: dict[str, torch.Tensor] = {}
         """Gradients of steps that were not reduced."""
+        self.tracing = TracePolicy()
+        """Which steps are to be run with `trace=True`."""
         self._traces = TraceBoard(plan.stages, groups, options.timeout)
         self._clock_offset: float | None = None
         self.seeds = OpSeeds(options.randomness, groups.replica if groups is not None else 0)

@@ -17,12 +17,34 @@ from pipepart.runtime.mesh import Groups
 from pipepart.runtime.transport import GroupTransport, Transport
 from pipepart.schedule import Action, Event, Timeline
 
-__all__ = ["Trace", "TraceBoard", "clock_offset"]
+__all__ = ["Trace", "TraceBoard", "TracePolicy", "clock_offset"]
 
 _KINDS = ("F", "B", "I", "W", "SEND", "RECV", "REDUCE")
 _PAYLOADS = (None, "F", "B")
 _COLUMNS = 8  # of an event as numbers
 _ROUNDS = 8  # round trips to a stage on another host; the fastest one tells the clocks apart best
+
+
+class TracePolicy:
+    """The training steps that are traced: those of some numbers, and those that somebody who watches asks for."""
+
+    def __init__(self) -> None:
+        self.numbers: frozenset[int] = frozenset()
+        self._asked: dict[object, Callable[[], bool]] = {}
+
+    def due(self, number: int) -> bool:
+        """Whether the step with this number is traced. Every rank must come to the same answer."""
+        return number in self.numbers or any(due() for due in list(self._asked.values()))
+
+    def also(self, due: Callable[[], bool]) -> Callable[[], None]:
+        """Trace the steps, too, before which `due` is true; returns how to end that."""
+        key = object()
+        self._asked[key] = due
+
+        def end() -> None:
+            self._asked.pop(key, None)
+
+        return end
 
 
 class Trace:

@@ -52,6 +52,8 @@ def _fit(worth: int, batches: int, plan: Plan | None = None, **trainer_options: 
             enable_model_summary=False, enable_checkpointing=False, **trainer_options,
         )  # fmt: skip
         trainer.fit(module, data)
+        assert strategy.plan.rehearsed == strategy.rehearsed
+        assert strategy.runtime.plan.rehearsed == (plan.rehearsed if plan is not None else None)  # it is never replaced
         return module.losses, strategy.plan.to_json()
     finally:
         pipeline_strategy._WORTH_A_REHEARSAL = usual

@@ -11,6 +11,7 @@ from support.models import build
 from support.ranks import run_ranks
 
 from pipepart.errors import PlanError
+from pipepart.runtime.tracing import TracePolicy
 
 
 def _trace() -> tuple[Counter[str], bool, list[str]]:
@@ -74,3 +75,20 @@ def test_a_mark_is_a_time() -> None:
     watch = Stopwatch(torch.device("cpu"))
     first, second = watch.mark(), watch.mark()
     assert watch.seconds(first) <= watch.seconds(second) <= time.perf_counter()
+
+
+def test_steps_are_traced_by_number_and_on_request() -> None:
+    policy = TracePolicy()
+    assert not policy.due(3)
+    policy.numbers = frozenset({3, 10})
+    asked = [False]
+    end, other = policy.also(lambda: asked[0]), policy.also(lambda: asked[0])
+    assert [number for number in range(12) if policy.due(number)] == [3, 10]
+    asked[0] = True
+    assert policy.due(4)
+    end()
+    assert policy.due(4)
+    other()
+    other()
+    assert not policy.due(4)
+    assert policy.due(10)
