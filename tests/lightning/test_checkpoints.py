@@ -105,8 +105,9 @@ def test_sharded_checkpoint_resumes_at_another_shape_and_becomes_plain(tmp_path)
     shutil.copytree(folder, tmp_path / "intact.ckpt")
     shard, *_ = sorted(folder.glob("*.distcp"))
     _flip(shard)
-    with pytest.raises(CheckpointError, match=f"{shard.name} is not what was written.*beside it: .*intact.ckpt"):
-        _run("1", str(tmp_path), 2, str(folder), None)
+    with pytest.raises(CheckpointError, match=f"{shard.name} is not what was written.*beside it: .*plain.ckpt"):
+        _run("1", str(tmp_path), 2, str(folder), None)  # a file and a directory are checkpoints alike: the newest one
+    (tmp_path / "plain.ckpt").unlink()
     shard.write_bytes(shard.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=f"{shard.name} has .* bytes, and .* were written.*intact.ckpt"):
         _run("1", str(tmp_path), 2, str(folder), None)
