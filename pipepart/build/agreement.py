@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipepart.build.counts import Cut, MeasuredCuts, measured_cuts
+from pipepart.build.counts import MeasuredCount, MeasuredCounts, measured_counts
 from pipepart.cost import OpCosts, profiled
 from pipepart.cost.analytic import analytic
 from pipepart.cost.cluster import this_machine
@@ -104,7 +104,7 @@ def agree_on_plan(
     """
     graph = op_graph(recording)
     costs: OpCosts | None = None
-    cuts: list[Cut] = []
+    counts: list[MeasuredCount] = []
     agree = partial(_all, groups=groups)
     with guarded(groups):
         plan = options.given_plan
@@ -113,12 +113,12 @@ def agree_on_plan(
         elif plan is None:
             # All ranks measure at the same time, so that what they take from each other when they run is in the costs.
             costs = profiled(recording, leaves, context, f"{variant} x{processes_on_this_host()}", agree=agree)
-            cuts = [Cut(len(usual), usual.sizes[0], costs)]
+            counts = [MeasuredCount(len(usual), usual.sizes[0], costs)]
             in_pieces = recording.batching is not None and recording.batching.in_pieces
             if options.microbatches == "auto" and not options.schedule.endswith(".csv") and not in_pieces:
-                cuts = measured_cuts(cuts[0], recording, leaves, usual.batch_size, mesh.stages, context, agree)
+                counts = measured_counts(counts[0], recording, leaves, usual.batch_size, mesh.stages, context, agree)
         if costs is not None and (groups is None or groups.rank == 0):
-            measured = MeasuredCuts(tuple(cuts or [Cut(len(usual), usual.sizes[0], costs)]))
+            measured = MeasuredCounts(tuple(counts or [MeasuredCount(len(usual), usual.sizes[0], costs)]))
             plan = _searched(recording, graph, measured, options, mesh, usual.batch_size)
             costs = measured.at(plan.microbatch_size, "")
         if groups is not None:
@@ -172,7 +172,7 @@ def _computed(graph: OpGraph, groups: Groups | None) -> OpCosts | None:
 
 
 def _searched(
-    recording: Recording, graph: OpGraph, measured: MeasuredCuts, options: Options, mesh: Mesh, batch_size: int
+    recording: Recording, graph: OpGraph, measured: MeasuredCounts, options: Options, mesh: Mesh, batch_size: int
 ) -> Plan:
     """The best plan for the mesh that was started."""
     device = next((parameter.device.type for parameter in recording.root.parameters()), "cpu")
@@ -182,7 +182,7 @@ def _searched(
         stages=mesh.stages,
         replicas=mesh.replicas,
         microbatches="auto",
-        cuts=measured.candidates,
+        counts=measured.candidates,
         link=BETWEEN_GPUS if device == "cuda" else LOCAL_LINK,
         handling=Handling() if device == "cuda" else BY_PROCESSOR,
     )

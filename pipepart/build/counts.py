@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from pipepart.cost import OpCosts, whole_step
-from pipepart.planning import BatchCut, neighbouring_cuts
+from pipepart.planning import MicrobatchCount, neighbouring_counts
 from pipepart.planning.sources import resized, scaled
 from pipepart.recording import Recording
 
-__all__ = ["Cut", "MeasuredCuts", "measured_cuts"]
+__all__ = ["MeasuredCount", "MeasuredCounts", "measured_counts"]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One way to cut the batch, with the costs of one micro-batch."""
+class MeasuredCount:
+    """A number of micro-batches, with the costs of one of them."""
 
     microbatches: int
     size: int
@@ -32,39 +32,39 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class MeasuredCuts:
-    """The cuts that were measured, the usual one first: candidates of the search for a plan, and its source of costs."""
+class MeasuredCounts:
+    """The numbers that were measured, the usual one first: candidates of the search for a plan, and its source of costs."""
 
-    cuts: tuple[Cut, ...]
+    counts: tuple[MeasuredCount, ...]
 
     @property
-    def candidates(self) -> tuple[BatchCut, ...]:
-        return tuple(BatchCut(cut.microbatches, cut.size) for cut in self.cuts)
+    def candidates(self) -> tuple[MicrobatchCount, ...]:
+        return tuple(MicrobatchCount(count.microbatches, count.size) for count in self.counts)
 
     def at(self, microbatch_size: int, kind: str) -> OpCosts:
-        return next(cut.costs for cut in self.cuts if cut.size == microbatch_size)
+        return next(count.costs for count in self.counts if count.size == microbatch_size)
 
 
-def measured_cuts(
-    usual: Cut,
+def measured_counts(
+    usual: MeasuredCount,
     recording: Recording,
     leaves: Sequence[Any],
     batch_size: int,
     stages: int,
     context: Callable[[], AbstractContextManager[Any]],
     agree: Callable[[bool], bool],
-) -> list[Cut]:
-    """The usual cut first, then others with their costs. All ranks measure at the same time."""
+) -> list[MeasuredCount]:
+    """The usual number first, then others with their costs. All ranks measure at the same time."""
     found = [usual]
     if stages == 1 or _changes_results(recording):
         return found
-    for other in neighbouring_cuts(stages, batch_size, usual.size):
-        cut = None
+    for other in neighbouring_counts(stages, batch_size, usual.size):
+        count = None
         part = resized(leaves, other.size, recording.batching)
         if recording.stale(part) is None:  # models may do something else for a single sample
-            cut = _measured(usual, recording, part, other, context)
-        if agree(cut is not None) and cut is not None:
-            found.append(cut)
+            count = _measured(usual, recording, part, other, context)
+        if agree(count is not None) and count is not None:
+            found.append(count)
     return found
 
 
@@ -74,12 +74,12 @@ def _changes_results(recording: Recording) -> bool:
 
 
 def _measured(
-    usual: Cut,
+    usual: MeasuredCount,
     recording: Recording,
     leaves: Sequence[Any],
-    other: BatchCut,
+    other: MicrobatchCount,
     context: Callable[[], AbstractContextManager[Any]],
-) -> Cut | None:
+) -> MeasuredCount | None:
     """The shares of the ops stay as they are; the times of all together are measured."""
     try:
         forward, backward = whole_step(recording, leaves, context)
@@ -89,4 +89,4 @@ def _measured(
     if not all((forward, backward, *then)):
         return None
     costs = scaled(usual.costs, other.size / usual.size, forward / then[0], backward / then[1])
-    return Cut(other.microbatches, other.size, costs)
+    return MeasuredCount(other.microbatches, other.size, costs)

@@ -8,14 +8,20 @@ from pipepart.planning.entry import plan
 from pipepart.planning.layout import Layout
 from pipepart.planning.options import PlanOptions
 from pipepart.planning.plan import ChunkPlan, Plan, StageMemory, Traffic
-from pipepart.planning.request import BatchCut, PlanRequest, auto_microbatches, check_request, neighbouring_cuts
+from pipepart.planning.request import (
+    MicrobatchCount,
+    PlanRequest,
+    auto_microbatches,
+    check_request,
+    neighbouring_counts,
+)
 from pipepart.planning.search import search
 from pipepart.planning.transfer import transfer
 
 __all__ = [
-    "BatchCut",
     "ChunkPlan",
     "Layout",
+    "MicrobatchCount",
     "Plan",
     "PlanOptions",
     "PlanRequest",
@@ -26,7 +32,7 @@ __all__ = [
     "describe",
     "format_bytes",
     "format_seconds",
-    "neighbouring_cuts",
+    "neighbouring_counts",
     "plan",
     "search",
     "transfer",

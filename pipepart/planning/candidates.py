@@ -17,7 +17,7 @@ from pipepart.planning.bounds import step_bound, work_and_path
 from pipepart.planning.layout import Layout
 from pipepart.planning.parameter_uses import ParameterSizes
 from pipepart.planning.pricing import Pricing
-from pipepart.planning.request import PER_STAGE, BatchCut, PlanRequest, Recipe, Shape, cut_into, recipes
+from pipepart.planning.request import PER_STAGE, MicrobatchCount, PlanRequest, Recipe, Shape, even_count, recipes
 from pipepart.planning.sources import Costs
 from pipepart.planning.splits import Case
 
@@ -40,7 +40,7 @@ class Candidate:
     bound: float
     """Seconds that no split of this candidate can beat."""
     usual: bool = False
-    """Its cut of the batch is the usual one."""
+    """Its number of micro-batches is the usual one."""
 
     @property
     def actions(self) -> int:
@@ -71,8 +71,8 @@ class SearchSpace:
         found = [
             candidate
             for stages, replicas in self._meshes()
-            for cut in self._cuts(stages, replicas)
-            for candidate in self._ways(Shape(stages, replicas, cut.microbatches, cut.size))
+            for count in self._counts(stages, replicas)
+            for candidate in self._ways(Shape(stages, replicas, count.microbatches, count.size))
         ]
         return sorted(found, key=lambda c: (c.estimate, c.shape.stages, c.shape.microbatches))
 
@@ -135,20 +135,20 @@ class SearchSpace:
                 if devices % stages == 0 and (stages == 1 or few):
                     yield stages, devices // stages
 
-    def _cuts(self, stages: int, replicas: int) -> list[BatchCut]:
-        """The cuts of a replica's share of the batch."""
+    def _counts(self, stages: int, replicas: int) -> list[MicrobatchCount]:
+        """The numbers of micro-batches for a replica's share of the batch."""
         request = self.request
-        if request.cuts:
-            return list(request.cuts)
+        if request.counts:
+            return list(request.counts)
         share = request.share(replicas)
         if request.microbatches != "auto":
             count = int(request.microbatches)
-            return [BatchCut(count, -(-share // count))] if count <= share else []
+            return [MicrobatchCount(count, -(-share // count))] if count <= share else []
         if stages > 1:
             counts = tuple(stages * each for each in PER_STAGE)
         else:
             counts = _ONE_STAGE if request.memory_limit is not None or self._tight(share) else (1,)
-        return sorted({cut_into(share, count) for count in counts}, key=lambda cut: cut.microbatches)
+        return sorted({even_count(share, count) for count in counts}, key=lambda found: found.microbatches)
 
     def _tight(self, share: int) -> bool:
         """Whether the whole model with the whole share could be too large for a device."""
@@ -173,7 +173,7 @@ class SearchSpace:
             return  # not even the parameters fit
         reduce = layout.reduce_seconds(0, self._parameters / stages)
         weight = request.weight(shape.replicas)
-        usual = bool(request.cuts) and request.cuts[0] == BatchCut(microbatches, shape.size)
+        usual = bool(request.counts) and request.counts[0] == MicrobatchCount(microbatches, shape.size)
         for recipe in recipes(request, stages):
             full = state + _bubble(recipe, stages, microbatches, f, i, w).held * saved > room
             again = request.recompute is True or (request.recompute == "auto" and full)

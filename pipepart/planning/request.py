@@ -15,15 +15,15 @@ from pipepart.schedule import SCHEDULES, read_csv
 
 __all__ = [
     "PER_STAGE",
-    "BatchCut",
+    "MicrobatchCount",
     "PlanRequest",
     "Recipe",
     "ScheduleName",
     "Shape",
     "auto_microbatches",
     "check_request",
-    "cut_into",
-    "neighbouring_cuts",
+    "even_count",
+    "neighbouring_counts",
     "recipes",
 ]
 
@@ -50,8 +50,8 @@ _AUTO_CHUNKS = (2, 4)
 
 
 @dataclass(frozen=True)
-class BatchCut:
-    """One way to cut the batch of a replica into micro-batches."""
+class MicrobatchCount:
+    """A number of micro-batches for the batch of a replica, and their size."""
 
     microbatches: int
     size: int
@@ -60,7 +60,7 @@ class BatchCut:
 
 @dataclass(frozen=True)
 class Shape:
-    """One point of the search space: a mesh and a cut of the batch."""
+    """One point of the search space: a mesh and a number of micro-batches."""
 
     stages: int
     replicas: int
@@ -86,8 +86,8 @@ class PlanRequest:
     stages: int | str = "auto"
     replicas: int | str = "auto"
     microbatches: int | str = "auto"
-    cuts: tuple[BatchCut, ...] = ()
-    """The cuts of the batch that are tried, the usual one first: another one must be clearly faster. Empty: the search
+    counts: tuple[MicrobatchCount, ...] = ()
+    """The numbers of micro-batches that are tried, the usual one first: another must be clearly faster. Empty: the search
     makes them from `microbatches`, and none is preferred."""
     each_replica: bool = False
     """`batch_size` is that of each replica; meshes are then compared by the seconds of a step for as many samples."""
@@ -180,22 +180,22 @@ def auto_microbatches(stages: int, batch_size: int) -> int:
     return max(1, min(batch_size, _USUAL_PER_STAGE * stages)) if stages > 1 else 1
 
 
-def cut_into(samples: int, count: int) -> BatchCut:
-    """The cut into at most so many micro-batches whose sizes differ as little as possible."""
+def even_count(samples: int, count: int) -> MicrobatchCount:
+    """At most so many micro-batches, all of one size but the last."""
     size = -(-samples // min(count, samples))
-    return BatchCut(-(-samples // size), size)
+    return MicrobatchCount(-(-samples // size), size)
 
 
-def neighbouring_cuts(stages: int, samples: int, usual: int) -> list[BatchCut]:
-    """The next cut with fewer and the next one with more micro-batches than the usual one, whose size is given.
+def neighbouring_counts(stages: int, samples: int, usual: int) -> list[MicrobatchCount]:
+    """The next smaller and the next larger number of micro-batches than the usual one, whose size is given.
 
     Those that are worth a measurement before a run.
     """
     at = PER_STAGE.index(_USUAL_PER_STAGE)
     found = []
     for way in (PER_STAGE[:at][::-1], PER_STAGE[at + 1 :]):
-        cuts = [cut_into(samples, each * stages) for each in way]
-        found += [cut for cut in cuts if cut.size != usual][:1]
+        counts = [even_count(samples, each * stages) for each in way]
+        found += [count for count in counts if count.size != usual][:1]
     return found
 
 

@@ -5,7 +5,8 @@
     all candidates -> estimate of each (balanced stages, closed formulas) -> in that order: split, simulate
                    -> leave out what a bound excludes                      -> the few best: moves by simulation
 
-`plan`, ``pipepart plan`` and a fit all come here. A fit has a fixed mesh, and cuts of the batch that were measured.
+`plan`, ``pipepart plan`` and a fit all come here. A fit has a fixed mesh, and numbers of micro-batches
+that were measured.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from pipepart.schedule import peak_activations
 __all__ = ["search"]
 
 _CLEARLY = 0.96
-"""Part of the step of the usual cut that another cut of the batch may take to be preferred: no measurement gives the same
-figure twice."""
+"""Part of the step of the usual number of micro-batches that another number may take to be preferred: no measurement gives
+the same figure twice."""
 _MORE_PARTS = 0.004
 """Price of every further chunk and of a split backward, as a part of the step: there are more actions and messages, each of
 which may be late."""
@@ -80,7 +81,7 @@ def search(
 ) -> Plan:
     """The best plan over everything that the request leaves open.
 
-    Where the request names cuts of the batch, the plan has the usual one, unless another is clearly faster or fits into
+    Where the request names numbers of micro-batches, the plan has the usual one, unless another is clearly faster or fits into
     memory where the usual one does not.
     """
     run = _Search(SearchSpace(graph, source, sizes, request, frozen))
@@ -159,9 +160,9 @@ def _is_long(candidate: Candidate, ops: int) -> bool:
 
 
 def _tried(judged: Sequence[_Judged], best: _Judged) -> tuple[tuple[str, float], ...]:
-    """The best of every other mesh, recipe and cut, as said in the plan: seconds for as many samples as the plan's."""
+    """The best of every other mesh, recipe and number of micro-batches: seconds for as many samples as the plan's."""
     meshes = len({(one.candidate.shape.stages, one.candidate.shape.replicas) for one in judged}) > 1
-    cuts = len({one.candidate.shape.microbatches for one in judged}) > 1
+    counts = len({one.candidate.shape.microbatches for one in judged}) > 1
     found: dict[str, float] = {}
     for one in judged:
         if not one.fits or one.candidate is best.candidate:
@@ -169,7 +170,7 @@ def _tried(judged: Sequence[_Judged], best: _Judged) -> tuple[tuple[str, float],
         shape = one.candidate.shape
         parts = [f"{shape.replicas} x {shape.stages}"] if meshes else []
         parts.append(_named(one.split.recipe))
-        if meshes or cuts:
+        if meshes or counts:
             parts.append(f"{shape.microbatches} micro-batches")
         name = ", ".join(parts)
         found[name] = min(one.step / best.weight, found.get(name, math.inf))

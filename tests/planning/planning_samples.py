@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph
 from pipepart.graph.opgraph import Op
-from pipepart.planning import BatchCut, Plan, PlanRequest, search
+from pipepart.planning import MicrobatchCount, Plan, PlanRequest, search
 
 __all__ = ["CostsBySize", "chain", "op", "planned", "random_graph", "sample_costs", "sizes_of"]
 
@@ -125,7 +125,7 @@ def planned(
     frozen: Collection[str] = (),
     **request: object,
 ) -> Plan:
-    """The plan for one replica of a fixed mesh and one cut of the batch."""
-    cut = BatchCut(microbatches, size)
-    asked = PlanRequest(microbatches * size, stages=stages, replicas=1, cuts=(cut,), **request)  # type: ignore[arg-type]
+    """The plan for one replica of a fixed mesh and one number of micro-batches."""
+    count = MicrobatchCount(microbatches, size)
+    asked = PlanRequest(microbatches * size, stages=stages, replicas=1, counts=(count,), **request)  # type: ignore[arg-type]
     return search(graph, CostsBySize(costs), sizes, asked, frozen=frozen)

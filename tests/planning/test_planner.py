@@ -18,7 +18,7 @@ from pipepart.planning import Layout, Plan, PlanRequest, auto_microbatches, chec
 from pipepart.planning.layout import Handling
 from pipepart.planning.moves import Mover
 from pipepart.planning.pricing import Pricing
-from pipepart.planning.request import BatchCut, Shape, recipes
+from pipepart.planning.request import MicrobatchCount, Shape, recipes
 from pipepart.planning.splits import Case
 from pipepart.schedule import step_time, validate
 
@@ -259,7 +259,7 @@ def test_stages_with_costs_of_their_own() -> None:
     kinds = {kind: DeviceKind(kind, {"float32": 1e9}, 1e10, 1e9) for kind in ("fast", "slow")}
     links = {"wire": LinkKind("wire", 1e10, 1e-6)}
     cluster = Cluster("two", kinds, links, (Node(("fast", "slow"), "wire"),), "wire")
-    request = PlanRequest(16, cluster=cluster, stages=2, replicas=1, cuts=(BatchCut(8, 2),), schedule="1f1b")
+    request = PlanRequest(16, cluster=cluster, stages=2, replicas=1, counts=(MicrobatchCount(8, 2),), schedule="1f1b")
     plan = search(graph, Source(), sizes_of(graph), request)
     assert plan.chunks[0].ops > plan.chunks[1].ops
     assert plan.lower_bound <= plan.step_time

@@ -1,39 +1,39 @@
-"""The search with given cuts of the batch: the usual one, unless another is clearly faster or is the only one that fits."""
+"""The search with given numbers of micro-batches: the usual one, unless another is clearly faster or alone fits."""
 
 import pytest
 from planning_samples import CostsBySize, chain, sample_costs, sizes_of
 
 from pipepart.cost import OpCosts
 from pipepart.errors import PartitionError, PlanError
-from pipepart.planning import BatchCut, Plan, PlanRequest, search
+from pipepart.planning import MicrobatchCount, Plan, PlanRequest, search
 from pipepart.planning.sources import scaled
 
 BATCH = 32
-CUTS = (BatchCut(8, 4), BatchCut(4, 8), BatchCut(16, 2))
+COUNTS = (MicrobatchCount(8, 4), MicrobatchCount(4, 8), MicrobatchCount(16, 2))
 
 
 def costs_of(seconds: dict[int, float], saved: int = 10_000) -> CostsBySize:
     """Costs of a chain by the size of a micro-batch: ``seconds`` is the compute of the whole batch, in some unit."""
     usual = sample_costs(chain(8), saved=saved)
     found: dict[int, OpCosts] = {}
-    for cut in CUTS:
-        time = seconds[cut.microbatches] * cut.size / 4
-        found[cut.size] = scaled(usual, cut.size / 4, time, time)
+    for count in COUNTS:
+        time = seconds[count.microbatches] * count.size / 4
+        found[count.size] = scaled(usual, count.size / 4, time, time)
     return CostsBySize(found)
 
 
 def chosen(seconds: dict[int, float], **request: object) -> Plan:
     graph, fixed = chain(8), {"schedule": "gpipe", **request}
-    asked = PlanRequest(BATCH, stages=2, replicas=1, each_replica=True, cuts=CUTS, **fixed)  # type: ignore[arg-type]
+    asked = PlanRequest(BATCH, stages=2, replicas=1, each_replica=True, counts=COUNTS, **fixed)  # type: ignore[arg-type]
     return search(graph, costs_of(seconds), sizes_of(graph), asked)
 
 
-def test_the_usual_cut_unless_another_is_clearly_faster() -> None:
+def test_the_usual_number_unless_another_is_clearly_faster() -> None:
     alone = {}
-    for cut in CUTS:
-        one = PlanRequest(BATCH, stages=2, replicas=1, cuts=(cut,), schedule="gpipe")
+    for count in COUNTS:
+        one = PlanRequest(BATCH, stages=2, replicas=1, counts=(count,), schedule="gpipe")
         graph = chain(8)
-        alone[cut.microbatches] = search(graph, costs_of({8: 1.0, 4: 1.0, 16: 1.0}), sizes_of(graph), one).step_time
+        alone[count.microbatches] = search(graph, costs_of({8: 1.0, 4: 1.0, 16: 1.0}), sizes_of(graph), one).step_time
     even = {count: alone[8] / alone[count] for count in alone}  # with these all three steps are about the same
     assert chosen(even).microbatches == 8
     assert chosen({**even, 4: 0.98 * even[4]}).microbatches == 8
@@ -43,7 +43,7 @@ def test_the_usual_cut_unless_another_is_clearly_faster() -> None:
     assert any("8 micro-batches" in name for name, _ in plan.tried)
 
 
-def test_a_cut_that_fits_into_memory_is_taken_where_the_usual_one_does_not() -> None:
+def test_a_number_that_fits_into_memory_is_taken_where_the_usual_one_does_not() -> None:
     same = {8: 1.0, 4: 1.0, 16: 2.0}
     fixed = {"schedule": "1f1b", "slack": 0, "recompute": False}
     free = chosen({8: 1.0, 4: 3.0, 16: 3.0}, **fixed)
@@ -57,7 +57,7 @@ def test_a_cut_that_fits_into_memory_is_taken_where_the_usual_one_does_not() -> 
 
 def test_the_first_refusal_is_said_where_the_model_cannot_be_cut() -> None:
     graph = chain(2)
-    asked = PlanRequest(BATCH, stages=5, replicas=1, cuts=CUTS[:1], schedule="1f1b")
+    asked = PlanRequest(BATCH, stages=5, replicas=1, counts=COUNTS[:1], schedule="1f1b")
     with pytest.raises(PartitionError):
         search(graph, CostsBySize(sample_costs(graph)), sizes_of(graph), asked)
 
