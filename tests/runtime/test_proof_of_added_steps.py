@@ -70,7 +70,7 @@ def _pipeline(changes: bool) -> None:
     x = torch.randn(8, 6)
     model = Model()
     with _spoil(lambda recording: not changes and not recording.training):
-        pipe = Pipeline(model, (x,), stages=2, microbatches=2)
+        pipe = Pipeline(model, (x,), stages=2, microbatches=2, schedule="1f1b")
     pipe.step(x)
     model.flag = True
     with _spoil(lambda recording: changes):
@@ -80,7 +80,7 @@ def _pipeline(changes: bool) -> None:
 def _trainer(step: str) -> None:
     loader = DataLoader(TensorDataset(torch.randn(8, 6)), 8)
     trainer = L.Trainer(
-        strategy=PipelineStrategy(stages=2, microbatches=2), accelerator="cpu", devices=2, logger=False, max_steps=1,
+        strategy=PipelineStrategy(stages=2, microbatches=2, schedule="1f1b"), accelerator="cpu", devices=2, logger=False, max_steps=1,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     with _spoil(lambda recording: recording.step == step):
