@@ -79,8 +79,9 @@ def _pipeline(changes: bool) -> None:
 
 def _trainer(step: str) -> None:
     loader = DataLoader(TensorDataset(torch.randn(8, 6)), 8)
+    strategy = PipelineStrategy(stages=2, microbatches=2, schedule="1f1b")
     trainer = L.Trainer(
-        strategy=PipelineStrategy(stages=2, microbatches=2, schedule="1f1b"), accelerator="cpu", devices=2, logger=False, max_steps=1,
+        strategy=strategy, accelerator="cpu", devices=2, logger=False, max_steps=1,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     with _spoil(lambda recording: recording.step == step):
