@@ -207,7 +207,7 @@ def _is_statistic(recording: Recording, path: str) -> bool:
     if path in recording.constants:
         return False
     layer: Any = resolve(recording.root, owner) if owner else recording.root
-    return isinstance(layer, _BatchNorm) and name in layer._buffers
+    return isinstance(layer, _BatchNorm) and name in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def assigned_path(node: fx.Node) -> str:
