@@ -32,7 +32,7 @@ class PlanOptions:
     keep_together: Sequence[Sequence[str]] = ()
     """Groups of module paths that stay in one chunk each."""
     split_at: Sequence[str] | None = None
-    """Module paths before which a cut lies; as many as there are cuts."""
+    """Module paths before which a cut lies. If the schedule has more chunks, the planner chooses the other cuts."""
     recompute: bool | Literal["auto"] = "auto"
     """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
     memory_limit: float | None = None

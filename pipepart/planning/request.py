@@ -97,7 +97,7 @@ class PlanRequest:
     keep_together: tuple[tuple[str, ...], ...] = ()
     """Groups of module paths that stay in one chunk each."""
     split_at: tuple[str, ...] | None = None
-    """Module paths before which a cut lies; as many as there are cuts."""
+    """Module paths before which a cut lies. If the schedule has more chunks, the planner chooses the other cuts."""
     link: Link = LOCAL_LINK
     handling: Handling = BY_PROCESSOR
     recompute: bool | str = "auto"

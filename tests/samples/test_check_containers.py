@@ -148,7 +148,7 @@ def _from_a_file(name: str) -> types.ModuleType:
         "    return rows * 2 if rows.shape[0] != 0 and rows.shape[1] == 4 else rows\n"
     )
     module = types.ModuleType(name)
-    exec(compile(code, f"/tmp/{name}.py", "exec"), vars(module))
+    exec(compile(code, f"{name}.py", "exec"), vars(module))
     sys.modules[name] = module
     return module
 
