@@ -1,4 +1,4 @@
-"""The independent checker: it knows the problem and the answer, and nothing of how the answer was found."""
+"""The independent checker: it knows the problem and the partition, and nothing of the search."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _check_loads(problem: Problem, partition: Partition) -> None:
         if partition.recompute[chunk] == "full":
             compute += sum(float(forward[op]) for op in mine)
         communication = 0.0
-        for tensor in problem.traffic():
+        for tensor in problem.traffic:
             where = [chunk_of[op] for op in tensor.ops]
             if chunk in where and any(other != chunk for other in where) and device.communicates:
                 link = problem.link(chunk - 1 if min(where) < chunk else chunk)
@@ -88,7 +88,7 @@ def _check_memory(problem: Problem, partition: Partition) -> None:
         used = state + held * saved
         if partition.recompute[chunk] == "full" and held:
             arriving = 0.0
-            for tensor in problem.traffic():
+            for tensor in problem.traffic:
                 where = [partition.chunk_of[op] for op in tensor.ops]
                 if chunk in where and min(where) < chunk:
                     arriving += tensor.size

@@ -10,9 +10,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipepart.cost.given import GivenDevice, GivenGraph
 from pipepart.errors import PartitionError
 
-__all__ = ["RECOMPUTE", "Device", "Link", "Problem", "Tensor"]
+__all__ = ["RECOMPUTE", "Device", "Link", "Problem", "Tensor", "given_problem"]
 
 Floats = NDArray[np.float64]
 
@@ -158,12 +159,9 @@ class Problem:
         """An op as messages call it."""
         return repr(self.names[op]) if 0 <= op < len(self.names) else f"op {op}"
 
-    def traffic(self) -> tuple[Tensor, ...]:
-        """All tensors that could cross a cut: one per op with users, unless they were given."""
-        return self._traffic
-
     @cached_property
-    def _traffic(self) -> tuple[Tensor, ...]:
+    def traffic(self) -> tuple[Tensor, ...]:
+        """All tensors that can cross a cut: one per op with users, unless they were given."""
         if self.tensors is not None:
             return self.tensors
         gradients = self.gradient_bytes
@@ -178,14 +176,31 @@ class Problem:
             if self.output_bytes[op] > 0
         )
 
+    def stage(self, chunk: int) -> int:
+        """The stage of a chunk."""
+        return self.placement[chunk] if self.placement is not None else chunk
+
     def device(self, chunk: int) -> int:
-        """Index of the device of a chunk (where the order is not free)."""
-        stage = self.placement[chunk] if self.placement is not None else chunk
-        return stage if len(self.devices) > 1 else 0
+        """Index of the device of a chunk, if the order of the devices is fixed."""
+        return self.stage(chunk) if len(self.devices) > 1 else 0
+
+    @cached_property
+    def device_kinds(self) -> list[int]:
+        """Kind of each device: devices with the same times have the same kind."""
+        seen: dict[tuple[float, int, int], int] = {}
+        return [seen.setdefault((d.speed, id(d.forward), id(d.backward)), len(seen)) for d in self.devices]
+
+    def room(self, device: int) -> float:
+        """Bytes of a device that the model may use."""
+        return self.devices[device].memory - self.reserved_bytes
 
     def link(self, cut: int) -> Link:
         """The link between chunk ``cut`` and the next one."""
         return self.links[cut] if len(self.links) > 1 else self.links[0]
+
+    def different_links(self, chunks: int) -> list[Link]:
+        """The different links between this many chunks."""
+        return list(dict.fromkeys(self.link(cut) for cut in range(max(chunks - 1, 1))))
 
     def held(self, chunk: int, chunks: int, microbatches: int) -> int:
         """Micro-batches whose saved bytes the chunk holds at once."""
@@ -227,3 +242,45 @@ def _array(name: str, value: ArrayLike | Sequence[float]) -> Floats:
         raise PartitionError(f"partition: {name} must be a list of finite numbers >= 0")
     array.setflags(write=False)
     return array
+
+
+def given_problem(graph: GivenGraph, *, host: bool = True, link: Link | None = None) -> Problem:
+    """The problem of a published graph: on its own devices if the file names some, else on equal ones without limit.
+
+    ``host``: also offer the device that is not an accelerator. Where the file gives the cost of tensors, it is what
+    each chunk pays; else ``link`` says it (free if left out).
+    """
+    costs = graph.costs
+    backward = np.array(costs.backward)
+    devices: tuple[Device, ...] = (Device(),)
+    if graph.devices:
+        offered = [d for d in graph.devices if host or d.communicates]
+        devices = tuple(device for d in offered for device in [_device(d, backward > 0)] * d.count)
+    if not host and devices[0].forward is not None:
+        devices = devices[:1]
+    return Problem(
+        forward=np.array(costs.forward),
+        backward=backward,
+        parameter_bytes=np.array(costs.parameter_bytes),
+        saved_bytes=np.array(costs.saved_bytes),
+        output_bytes=np.array(costs.output_bytes),
+        edges=graph.edges,
+        colocated=graph.colocated,
+        tensors=None if graph.tensors is None else tuple(Tensor(t.ops, t.size) for t in graph.tensors),
+        links=(link or Link(math.inf if graph.tensors is None else 1.0),),
+        devices=devices,
+        any_order=len(devices) > 1,
+        fewer=bool(graph.devices),
+        names=costs.names,
+    )
+
+
+def _device(given: GivenDevice, backward: np.ndarray) -> Device:
+    seconds = np.array(given.seconds)
+    return Device(
+        name=given.name,
+        memory=given.memory,
+        forward=np.where(backward, 0.0, seconds),
+        backward=np.where(backward, seconds, 0.0),
+        communicates=given.communicates,
+    )
