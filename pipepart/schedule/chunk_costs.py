@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost: the input of the simulator."""
+"""The costs of the actions of a schedule, and the step time that no schedule can beat with them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Edges
 
-__all__ = ["ChunkCosts"]
+__all__ = ["ChunkCosts", "lower_bound"]
 
 Pair = tuple[int, int]
+Node = tuple[str, int]
+"""Kind and chunk of an action of one micro-batch."""
 
 _PER_CHUNK = (
     "forward", "backward_input", "backward_weight", "backward", "recompute", "activation", "reduce",
@@ -20,11 +22,11 @@ _PER_CHUNK = (
 
 @dataclass(frozen=True)
 class ChunkCosts:
-    """Seconds per chunk for one micro-batch, seconds per edge, and what an activation weighs.
+    """Seconds per chunk for one micro-batch, seconds per edge, and the size of activations.
 
-    A full backward takes ``backward_input + backward_weight`` unless ``backward`` says otherwise (splitting it can
-    cost something). An edge is the pair (earlier chunk, later chunk), for gradients too. Edges between chunks on the
-    same stage are free, whatever is said here.
+    A full backward takes ``backward_input + backward_weight`` unless ``backward`` is given (splitting it can take
+    time). An edge is the pair (earlier chunk, later chunk), for gradients too. Edges between chunks on the same stage
+    are free, whatever their cost here.
     """
 
     forward: tuple[float, ...]
@@ -32,23 +34,23 @@ class ChunkCosts:
     backward_weight: tuple[float, ...]
     backward: tuple[float, ...] = ()
     recompute: tuple[float, ...] = ()
-    """Added to the backward (``B`` or ``I``) of each chunk: the forward that is run again."""
+    """Seconds added to the backward (``B`` or ``I``) of each chunk, for the forward that is run again."""
     activation: tuple[float, ...] = ()
-    """What one micro-batch keeps on the device for each chunk, from its ``F`` to the end of its ``B`` or ``W``."""
+    """Size that one micro-batch keeps on the device for each chunk, from its ``F`` to the end of its ``B`` or ``W``."""
     kept_for_weight: float = 1.0
     """The part of an activation that stays between ``I`` and ``W``."""
     send_forward: Mapping[Pair, float] = field(default_factory=dict)
     send_backward: Mapping[Pair, float] = field(default_factory=dict)
     handling_forward: tuple[float, ...] = ()
-    """For which each ``F`` keeps its device from other work besides: receiving, sending, starting it."""
+    """Host overhead per ``F``, in seconds: receiving, sending, starting it."""
     handling_backward: tuple[float, ...] = ()
-    """The same for each ``B`` or ``I``."""
+    """Host overhead per ``B`` or ``I``, in seconds."""
     contention: bool = False
-    """Whether a stage sends one message at a time and receives one at a time, instead of any number at once."""
+    """Whether a stage sends and receives one message at a time, instead of any number at once."""
     reduce: tuple[float, ...] = ()
-    """Replicas: summing the gradients of each chunk, from when they are final, one after the other per stage."""
+    """Seconds to sum the gradients of each chunk over replicas once they are final, one after the other per stage."""
     reduce_tied: tuple[float, ...] = ()
-    """Summing the gradients of each group in `Edges.tied`, from when all its stages have done all else."""
+    """Seconds to sum the gradients of each group in `Edges.tied`, after all other work of its stages."""
 
     def __post_init__(self) -> None:
         chunks = len(self.forward)
@@ -117,7 +119,89 @@ class ChunkCosts:
             "W": self.backward_weight,
         }
 
+    def link(self, payload: str, source: int, target: int, placement: Sequence[int]) -> float:
+        """Seconds of the activation (``F``) or the gradient (``B``) of an edge; 0 within a stage."""
+        if placement[source] == placement[target]:
+            return 0.0
+        return (self.send_forward if payload == "F" else self.send_backward).get((source, target), 0.0)
+
     def handling(self) -> Mapping[str, Sequence[float]]:
-        """Seconds that come before each compute action on its device: kind, then chunk."""
+        """Seconds of host overhead before each compute action: kind, then chunk."""
         back = self.handling_backward
         return {"F": self.handling_forward, "B": back, "I": back, "W": (0.0,) * self.chunks}
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """One micro-batch alone: its actions in a topological order, their times, and the users of their results."""
+
+    order: tuple[Node, ...]
+    seconds: dict[Node, float]
+    after: dict[Node, list[tuple[Node, float]]]
+    """Users of a result, with the time of the link to them."""
+
+    @staticmethod
+    def of(placement: Sequence[int], costs: ChunkCosts, edges: Edges, split: bool) -> _Paths:
+        table = costs.durations()
+        chunks = range(len(placement))
+        back = "I" if split else "B"
+        order = [("F", c) for c in chunks] + [(back, c) for c in reversed(chunks)]
+        order += [("W", c) for c in chunks] if split else []
+        after: dict[Node, list[tuple[Node, float]]] = {node: [] for node in order}
+        for c in chunks:
+            after["F", c].append(((back, c), 0.0))
+            if split:
+                after["I", c].append((("W", c), 0.0))
+        for source, target in edges.forward:
+            link = costs.link("F", source, target, placement)
+            after["F", source].append((("F", target), link))
+        for source, target in edges.backward:
+            link = costs.link("B", source, target, placement)
+            after[back, target].append(((back, source), link))
+        return _Paths(tuple(order), {node: table[node[0]][node[1]] for node in order}, after)
+
+    def heads(self) -> dict[Node, float]:
+        """The longest path from the start to the start of each action."""
+        head = dict.fromkeys(self.order, 0.0)
+        for node in self.order:
+            for user, link in self.after[node]:
+                head[user] = max(head[user], head[node] + self.seconds[node] + link)
+        return head
+
+    def tails(self, costs: ChunkCosts) -> dict[Node, float]:
+        """The longest path from the end of each action to the end of all, reductions included."""
+        tail: dict[Node, float] = {}
+        for node in reversed(self.order):
+            final = costs.reduce[node[1]] if node[0] in ("B", "W") else 0.0
+            tail[node] = max([final] + [link + self.seconds[user] + tail[user] for user, link in self.after[node]])
+        return tail
+
+
+def lower_bound(
+    placement: Sequence[int],
+    microbatches: int,
+    costs: ChunkCosts,
+    edges: Edges | None = None,
+    *,
+    split: bool | None = None,
+) -> float:
+    """The step time that no order of actions over this placement can beat.
+
+    For any set of a stage's actions: the shortest way to the first of them, all their work, and the shortest way from
+    the last to the end (the one-machine bound with heads and tails). One micro-batch alone gives the longest chain.
+    ``split`` tells whether backwards are split; None takes the lesser of both bounds.
+    """
+    edges = costs.edges if edges is None else edges
+    if split is None:
+        return min(lower_bound(placement, microbatches, costs, edges, split=way) for way in (False, True))
+    paths = _Paths.of(placement, costs, edges, split)
+    heads, tails = paths.heads(), paths.tails(costs)
+    best = max(heads[node] + paths.seconds[node] + tails[node] for node in paths.order)
+    for stage in set(placement):
+        mine = [(heads[n], paths.seconds[n], tails[n]) for n in paths.order if placement[n[1]] == stage]
+        for head in {h for h, _, _ in mine}:
+            for tail in {q for _, _, q in mine}:
+                work = sum(time for h, time, q in mine if h >= head and q >= tail)
+                if work:
+                    best = max(best, head + microbatches * work + tail)
+    return best

@@ -1,4 +1,4 @@
-"""What waits for what: the compute actions of a schedule as a graph, and the orders that follow from it."""
+"""The compute actions of a schedule as a graph of dependencies, and a linear order of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class Numbered:
     first: tuple[int, ...]
     """Number of the first action of each stage, and at the end the number of all actions."""
     number: Mapping[str, Sequence[int]]
-    """Per kind a flat table over (chunk, micro-batch): the number of that action, -1 where there is none. ``back``
-    holds whichever of ``B`` and ``I`` there is."""
+    """Per kind a flat table over (chunk, micro-batch): the number of that action, -1 where there is none.
+
+    ``back`` holds ``B`` or ``I``, whichever there is.
+    """
 
     @staticmethod
     def of(schedule: Schedule) -> Numbered:
-        """Number the actions of a schedule; an error for one that is no compute action, misplaced, or there twice."""
+        """Number the actions of a schedule. Raises an error for one that does not compute, is misplaced, or occurs twice."""
         chunks, microbatches, placement = schedule.chunks, schedule.microbatches, schedule.placement
         number = {kind: [-1] * (chunks * microbatches) for kind in (*COMPUTE, "back")}
         back = number["back"]
@@ -60,9 +62,9 @@ class Numbered:
 
 @dataclass(frozen=True)
 class ActionGraph:
-    """The numbered compute actions of all stages, with what each of them needs.
+    """The numbered compute actions of all stages, with their dependencies.
 
-    ``needs[n]`` are the numbers of the actions whose results action ``n`` uses; ``users[n]`` the reverse.
+    ``needs[n]`` are the numbers of the actions whose results action ``n`` uses; ``users[n]`` is the reverse.
     """
 
     schedule: Schedule
@@ -76,7 +78,7 @@ class ActionGraph:
 
     @staticmethod
     def of(schedule: Schedule, edges: Edges, numbered: Numbered | None = None) -> ActionGraph:
-        """The graph of a schedule; an error if something that is needed is in no list."""
+        """The graph of a schedule. Raises an error if a needed action is in no list."""
         numbered = Numbered.of(schedule) if numbered is None else numbered
         actions, number = numbered.actions, numbered.number
         chunks, microbatches = schedule.chunks, schedule.microbatches
@@ -114,9 +116,9 @@ class ActionGraph:
         )
 
     def linear_order(self) -> list[int]:
-        """One order of all actions that keeps every stage's own order and every need; an error if there is none.
+        """One order of all actions that keeps every stage's own order and every need. Raises an error if there is none.
 
-        Breadth first, so that it resembles time: stages advance together as far as they can.
+        The order is breadth first, so that it resembles time: stages advance together as far as they can.
         """
         starts = set(self.first)
         waiting = [len(need) + (n not in starts) for n, need in enumerate(self.needs)]
@@ -135,7 +137,7 @@ class ActionGraph:
         return order
 
     def explain_stall(self, done: set[int]) -> str:
-        """Which stage stands before which action, and for what it waits: for error messages."""
+        """Error text: the next action of each stage, and the action that it waits for."""
         lines = [f"{self.schedule.name}: this order cannot be carried out; every stage left waits for another:"]
         for stage in range(self.schedule.stages):
             stuck = next((n for n in range(self.first[stage], self.first[stage + 1]) if n not in done), None)
@@ -156,7 +158,7 @@ def _what_is_missing(
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
 ) -> str:
-    """The message about an action whose need is in no stage's list."""
+    """Error text for an action that needs another one that is in no stage's list."""
     chunk, k = action.chunk, action.microbatch
     if action.kind == "F":
         needs = [("F", source) for source in sources[chunk]]

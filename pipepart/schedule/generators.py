@@ -1,16 +1,27 @@
-"""Schedules with a full backward: GPipe, 1F1B, interleaved 1F1B, and forward-only for evaluation.
+"""Generators of schedules: the compute actions of every stage, by a fixed rule.
 
-Each generator gives the compute actions of every stage. The pictures are those of `gantt`: time runs to the right,
-digits are forwards of micro-batches 0, 1, ..., letters A, B, ... their backwards, which take twice as long.
+GPipe, 1F1B and interleaved 1F1B have a full backward ``B``. The zero-bubble schedules split it into ``I`` (input
+gradient, which other stages wait for) and ``W`` (weight gradient), which can run at any later time and fills idle time
+(Qi et al. 2023). The pictures are those of `gantt`: time runs to the right, digits are forwards of micro-batches
+0, 1, ..., capital letters A, B, ... their ``B`` (twice as long as a forward) or ``I``, small letters their ``W``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pipepart.schedule.actions import Action, Schedule, looped_placement
+from pipepart.schedule.actions import Action, Schedule, looped_placement, v_placement
+from pipepart.schedule.chunk_costs import ChunkCosts
+from pipepart.schedule.greedy import Policy, list_schedule
 
-__all__ = ["forward_only", "gpipe", "group_sizes", "interleaved", "one_f_one_b"]
+__all__ = ["forward_only", "gpipe", "interleaved", "one_f_one_b", "zb_h1", "zb_h2", "zb_v"]
+
+
+def _schedule(
+    name: str, stages: int, microbatches: int, placement: Sequence[int], actions: Callable[[int], Iterable[Action]]
+) -> Schedule:
+    """The schedule with these actions of each stage."""
+    return Schedule(name, stages, microbatches, tuple(placement), tuple(tuple(actions(s)) for s in range(stages)))
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -25,7 +36,6 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
     With several chunks per stage: all micro-batches through a chunk, then through the next (breadth first).
     """
-    placement = looped_placement(stages, chunks)
 
     def actions(stage: int) -> Iterator[Action]:
         held = range(stage, stages * chunks, stages)
@@ -34,7 +44,7 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
         for chunk in reversed(held):
             yield from (Action("B", chunk, k) for k in range(microbatches))
 
-    return Schedule("gpipe", stages, microbatches, placement, tuple(tuple(actions(s)) for s in range(stages)))
+    return _schedule("gpipe", stages, microbatches, looped_placement(stages, chunks), actions)
 
 
 def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
@@ -47,11 +57,11 @@ def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
         stage  2  ..01..AA2BB3CC4DD5EE.FF....
         stage  3  ...0AA1BB2CC3DD4EE5FF......
 
-    ``slack`` lets that many more micro-batches in at the first stage before its first backward, and fewer at later
-    stages, none at the last: the slack is a stock between neighbours. The step is the same when links are free and all
-    takes its time exactly; when times vary, or links take time, a stage has work in hand while it waits. A slack of
-    ``p - 1`` gives one micro-batch of stock at every cut. (The same extra on all stages would be of no use: the stock
-    between two stages is the difference.)
+    ``slack`` lets that many more micro-batches in at the first stage before its first backward, fewer at later stages
+    and none at the last: the slack is a stock between neighbours. The step time is the same if links are free and times
+    are exact; if times vary or links take time, a stage has other work while it waits. A slack of ``p - 1`` gives one
+    micro-batch of stock at every cut. The same extra on all stages would have no effect, since the stock between two
+    stages is the difference.
     """
 
     def actions(stage: int) -> Iterator[Action]:
@@ -63,11 +73,10 @@ def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
             if k + ahead < microbatches:
                 yield Action("F", stage, k + ahead)
 
-    placement = looped_placement(stages, 1)
-    return Schedule("1f1b", stages, microbatches, placement, tuple(tuple(actions(s)) for s in range(stages)))
+    return _schedule("1f1b", stages, microbatches, range(stages), actions)
 
 
-def group_sizes(stages: int, microbatches: int) -> tuple[int, ...]:
+def _group_sizes(stages: int, microbatches: int) -> tuple[int, ...]:
     """Micro-batches in as many groups of at least p as there can be, sizes as equal as possible, larger ones first."""
     groups = max(1, microbatches // stages)
     size, larger = divmod(microbatches, groups)
@@ -96,8 +105,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     Micro-batches that do not divide by p pass in groups of p or a few more; fewer than p make one small group.
     """
-    placement = looped_placement(stages, chunks)
-    groups = group_sizes(stages, microbatches)
+    groups = _group_sizes(stages, microbatches)
     total = microbatches * chunks
 
     def actions(stage: int) -> Iterator[Action]:
@@ -112,11 +120,10 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
             if n + ahead < total:
                 yield Action("F", *forwards[n + ahead])
 
-    name = "interleaved"
-    return Schedule(name, stages, microbatches, placement, tuple(tuple(actions(s)) for s in range(stages)))
+    return _schedule("interleaved", stages, microbatches, looped_placement(stages, chunks), actions)
 
 
-def forward_only(stages: int, microbatches: int, placement: Sequence[int]) -> Schedule:
+def forward_only(stages: int, microbatches: int, chunks: int = 1, placement: Sequence[int] | None = None) -> Schedule:
     """Forwards alone, for evaluation and prediction, over any placement of chunks.
 
     ::
@@ -126,26 +133,25 @@ def forward_only(stages: int, microbatches: int, placement: Sequence[int]) -> Sc
         stage  2  ..0123.
         stage  3  ...0123
 
-    Over chunks placed in turn (0 1 2 0 1 2) micro-batches pass in the groups of `interleaved`. Over any other placement
-    every stage takes what is ready in each unit of time, from its latest chunk or from its earliest, whichever is
-    done sooner.
+    Over chunks placed in turn (0 1 2 0 1 2), which is the default, micro-batches pass in the groups of `interleaved`.
+    Over any other placement every stage takes a ready micro-batch in each unit of time, from its latest chunk or from
+    its earliest, whichever order ends sooner.
     """
-    chunks = tuple(placement)
-    if chunks == looped_placement(stages, len(chunks) // stages):
-        groups = group_sizes(stages, microbatches)
-        held = [range(stage, len(chunks), stages) for stage in range(stages)]
-        orders = [[Action("F", *step) for step in _looped_order(mine, groups)] for mine in held]
+    placement = looped_placement(stages, chunks) if placement is None else tuple(placement)
+    if placement == looped_placement(stages, len(placement) // stages):
+        groups = _group_sizes(stages, microbatches)
+        held = [range(stage, len(placement), stages) for stage in range(stages)]
+        orders = [[Action("F", *pair) for pair in _looped_order(mine, groups)] for mine in held]
     else:
-        _, orders = min(
-            (_taken(stages, microbatches, chunks, deep) for deep in (True, False)), key=lambda found: found[0]
-        )
-    return Schedule("forward", stages, microbatches, chunks, tuple(map(tuple, orders)))
+        both = (_taken(stages, microbatches, placement, deep) for deep in (True, False))
+        _, orders = min(both, key=lambda found: found[0])
+    return _schedule("forward", stages, microbatches, placement, orders.__getitem__)
 
 
 def _taken(
     stages: int, microbatches: int, placement: Sequence[int], deep_first: bool
 ) -> tuple[int, list[list[Action]]]:
-    """Units of time, and the forwards of every stage, when each takes what is ready: latest or earliest chunk first."""
+    """Units of time, and the forwards of every stage, if each takes a ready one: latest or earliest chunk first."""
     chunks = len(placement)
     in_turn = range(chunks - 1, -1, -1) if deep_first else range(chunks)
     held = [[c for c in in_turn if placement[c] == stage] for stage in range(stages)]
@@ -164,3 +170,110 @@ def _taken(
                 arrived[chunk + 1] = done[chunk]
         units += 1
     return units, orders
+
+
+def _delayed_weights(name: str, stages: int, microbatches: int, depth: int) -> Schedule:
+    """1F1B order with delayed ``W``: stage i lets in ``depth (p-1-i) + 1`` micro-batches, ``W`` lags by ``depth i``.
+
+    Later stages have fewer micro-batches in flight and more delayed ``W``: the peak is the same on all stages, and the
+    gradients travel upstream without waiting for any ``W``.
+    """
+
+    def actions(stage: int) -> Iterator[Action]:
+        ahead = min(microbatches, depth * (stages - 1 - stage) + 1)
+        lag = depth * stage
+        yield from (Action("F", stage, k) for k in range(ahead))
+        for k in range(microbatches):
+            yield Action("I", stage, k)
+            if k >= lag:
+                yield Action("W", stage, k - lag)
+            if k + ahead < microbatches:
+                yield Action("F", stage, k + ahead)
+        yield from (Action("W", stage, k) for k in range(max(0, microbatches - lag), microbatches))
+
+    return _schedule(name, stages, microbatches, range(stages), actions)
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """Zero bubble with the memory of 1F1B's first stage: bubble ``(p-1)(F+I-W)``, p activations on every stage.
+
+    ::
+
+        stage  0  0123...Aa4Bb5CcDdEeFf
+        stage  1  .012..A3Ba4Cb5DcEdFef
+        stage  2  ..01.A2B3Ca4Db5EcFdef
+        stage  3  ...0A1B2C3Da4Eb5Fcdef
+    """
+    return _delayed_weights("zb_h1", stages, microbatches, 1)
+
+
+def zb_h2(stages: int, microbatches: int) -> Schedule:
+    """Zero bubble with twice the memory: bubble ``(p-1)(F+I-2W)``, 2p-1 activations on every stage.
+
+    That is the bubble of consecutive steps: a stage starts its next step while later stages finish this one. With a
+    barrier after each step, the late start of the last stage remains.
+
+    ::
+
+        stage  0  01234Aa5BbCcDdEeFf..
+        stage  1  .012A3B4Ca5DbEcFdef.
+        stage  2  ..0A1B2C3D4Ea5Fbcdef
+    """
+    return _delayed_weights("zb_h2", stages, microbatches, 2)
+
+
+def zb_v(stages: int, microbatches: int) -> Schedule:
+    """Two chunks per stage placed down and up again (Qi et al. 2023, section 6): no bubble when F = I = W.
+
+    The first stage holds the first and the last chunk, so backwards start as soon as the first micro-batch has passed
+    all chunks, and p activations per stage are enough to be busy from a stage's first forward to the end::
+
+        stage  0 chunk  0  01234.........Aa...Bb...CcDdEe..
+        stage  0 chunk  5  .....0Aa1Bb2Cc..3Dd..4Ee........
+        stage  1 chunk  1  .012.3......4Aa...Bb...C.DcEd.e.
+        stage  1 chunk  4  ....0.1Aa2Bb...3Cc..4Dd.E....e..
+        stage  2 chunk  2  ..0.1.2...3Aa...4Bb...C.D.Ec..de
+        stage  2 chunk  3  ...0.1.2Aa...3Bb...4Cc.D.E..de..
+
+    The order is a fixed pattern, without idle time from about 1.5 p micro-batches on. For p micro-batches and fewer,
+    memory is no limit, and plain list scheduling (backwards first, later chunk first) is optimal.
+    """
+    if microbatches > stages:
+        return _zb_v_pattern(stages, microbatches)
+    even = ChunkCosts.even(stages, 2)
+    return list_schedule(v_placement(stages), microbatches, even, policy=Policy(patience=0.0), name="zb_v")
+
+
+def _zb_v_pattern(stages: int, microbatches: int) -> Schedule:
+    """The fixed order: per stage a warm-up, a steady state ``F0 I0 W0 F1 I1 W1``, and a cool-down."""
+    last = 2 * stages - 1
+
+    def actions(stage: int) -> Iterator[Action]:
+        full = max(microbatches, 2 * stages - 1)
+        chunk = {"0": stage, "1": last - stage}
+        count = dict.fromkeys(("F0", "F1", "I0", "I1", "W0", "W1"), 0)
+
+        def take(*names: str) -> Iterator[Action]:
+            for name in names:
+                k = count[name]
+                if k < microbatches:
+                    yield Action(name[0], chunk[name[1]], k)
+                count[name] = k + 1
+
+        for _ in range(2 * (stages - stage) - 1):
+            yield from take("F0")
+        for _ in range(stage):
+            yield from take("F1", "F0")
+        for _ in range(stages - stage):
+            yield from take("F1", "I1", "W1")
+        while count["F1"] < full:
+            yield from take("F0", "I0", "W0", "F1", "I1", "W1")
+        for _ in range(stage):
+            yield from take("I0", "I1")
+        for _ in range(stages - stage):
+            yield from take("I0", "W0")
+        for name in ("W1", "W0"):
+            while count[name] < full:
+                yield from take(name)
+
+    return _schedule("zb_v", stages, microbatches, v_placement(stages), actions)

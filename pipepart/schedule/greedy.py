@@ -1,7 +1,4 @@
-"""List scheduling: at each moment every free stage takes the best of what is ready, under a memory limit.
-
-The order that comes out is a schedule like any other; how good it is, the simulator says.
-"""
+"""List scheduling: at each moment every free stage takes the best ready action, under a memory limit."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Action, Edges, Schedule
-from pipepart.schedule.chunk_times import ChunkCosts
+from pipepart.schedule.chunk_costs import ChunkCosts
 
 __all__ = ["Policy", "list_schedule"]
 
@@ -20,7 +17,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Policy:
-    """How a stage chooses among what is ready."""
+    """The rules by which a stage chooses among ready actions."""
 
     split: bool = True
     """Backward as ``I`` and ``W`` instead of ``B``."""
@@ -33,7 +30,7 @@ class Policy:
 
 
 class _Stage:
-    """What one stage has done and may do next. Micro-batches pass each chunk in order."""
+    """The state of one stage. Micro-batches pass each chunk in order."""
 
     def __init__(self, chunks: Sequence[int], limit: float) -> None:
         self.chunks = tuple(chunks)
@@ -60,28 +57,25 @@ class _ListScheduler:
         ]
         self.seconds = costs.durations()
         self.back = "I" if policy.split else "B"
-        self.sources: list[list[int]] = [[] for _ in range(chunks)]
-        self.targets: list[list[int]] = [[] for _ in range(chunks)]
+        needed_f, needed_b = [0] * chunks, [1] * chunks  # a backward also needs its own forward
         self.ahead: list[list[tuple[int, float]]] = [[] for _ in range(chunks)]
         self.behind: list[list[tuple[int, float]]] = [[] for _ in range(chunks)]
         for source, target in sorted(edges.forward):
-            near = placement[source] == placement[target]
-            self.sources[target].append(source)
-            self.ahead[source].append((target, 0.0 if near else costs.send_forward.get((source, target), 0.0)))
+            self.ahead[source].append((target, costs.link("F", source, target, placement)))
+            needed_f[target] += 1
         for source, target in sorted(edges.backward):
-            near = placement[source] == placement[target]
-            self.targets[source].append(target)
-            self.behind[target].append((source, 0.0 if near else costs.send_backward.get((source, target), 0.0)))
-        # what is still missing, and when the last of what came arrives
-        self.missing_f = [[len(self.sources[c])] * microbatches for c in range(chunks)]
-        self.missing_b = [[len(self.targets[c]) + 1] * microbatches for c in range(chunks)]
+            self.behind[target].append((source, costs.link("B", source, target, placement)))
+            needed_b[source] += 1
+        # The number of inputs that are still missing, and the arrival of the last one that came.
+        self.missing_f = [[count] * microbatches for count in needed_f]
+        self.missing_b = [[count] * microbatches for count in needed_b]
         self.ready_f = [[0.0] * microbatches for _ in range(chunks)]
         self.ready_b = [[0.0] * microbatches for _ in range(chunks)]
         self.next = {kind: [0] * chunks for kind in ("F", "B", "W")}
         self.wakes: list[tuple[float, int]] = [(0.0, s) for s in range(len(self.stages))]
 
     def run(self) -> list[list[Action]] | None:
-        """Per stage its actions in order; None if the stages came to wait for each other's memory."""
+        """Actions of each stage in order; None if the stages wait for each other's memory."""
         left = len(self.placement) * self.microbatches * (3 if self.policy.split else 2)
         while self.wakes:
             now, s = heapq.heappop(self.wakes)
@@ -97,7 +91,7 @@ class _ListScheduler:
         return None if left else [stage.order for stage in self.stages]
 
     def when(self, kind: str, chunk: int) -> float:
-        """When the next action of this kind and chunk has all it needs; never, if something is not even under way."""
+        """Time at which all inputs of the next action of this kind and chunk are there; infinite if one is not on its way."""
         k = self.next[kind][chunk]
         if k >= self.microbatches:
             return _NEVER
@@ -106,7 +100,7 @@ class _ListScheduler:
         return _NEVER if self.missing_b[chunk][k] else self.ready_b[chunk][k]
 
     def fits(self, stage: _Stage, chunk: int) -> bool:
-        """Room for a forward, and still for one micro-batch through the stage's later chunks, so that none is stuck."""
+        """Whether there is room for a forward and for its micro-batch in the stage's later chunks, so that none is stuck."""
         later = sum(self.costs.activation[c] for c in stage.chunks if c >= chunk)
         return stage.live + later <= stage.limit * (1 + 1e-9)
 
@@ -184,7 +178,7 @@ def list_schedule(
     policy: Policy | None = None,
     name: str = "list",
 ) -> Schedule:
-    """The schedule that a policy makes for these costs. ``limits``: what a stage's live activations may weigh."""
+    """The schedule that a policy makes for these costs. ``limits`` are the largest live activations of each stage."""
     edges = costs.edges if edges is None else edges
     stages = max(placement) + 1
     limits = [_NEVER] * stages if limits is None else limits
@@ -197,8 +191,8 @@ def list_schedule(
             )
     orders = _ListScheduler(placement, microbatches, costs, edges, limits, policy or Policy()).run()
     if orders is None:
-        # Chunks that do not wait for each other can fill the memory with micro-batches that wait for one another;
-        # taken in sequence they cannot.
+        # Chunks without edges between them can fill the memory with micro-batches that wait for one another. Chunks in
+        # sequence cannot.
         chain = Edges.chain(len(placement))
         edges = Edges(edges.forward | chain.forward, edges.backward | chain.backward)
         orders = _ListScheduler(placement, microbatches, costs, edges, limits, policy or Policy()).run()

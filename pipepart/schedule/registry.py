@@ -1,4 +1,4 @@
-"""The schedules by name."""
+"""The schedules by name, or from a file."""
 
 from __future__ import annotations
 
@@ -7,76 +7,54 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pipepart.errors import ScheduleError, did_you_mean
-from pipepart.schedule.actions import Schedule, looped_placement
-from pipepart.schedule.fixed import forward_only, gpipe, interleaved, one_f_one_b
+from pipepart.schedule.actions import Schedule
+from pipepart.schedule.generators import forward_only, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zb_v
 from pipepart.schedule.torch_csv import read_csv
-from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = ["SCHEDULES", "ScheduleKind", "make_schedule"]
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A named schedule: how to make it, and what may be asked of it."""
+    """A named schedule: its generator and its options."""
 
     name: str
-    build: Callable[[int, int, int, int], Schedule]
-    """(stages, micro-batches, chunks per stage, slack) to schedule."""
+    build: Callable[..., Schedule]
+    """Generator; takes stages and micro-batches, chunks per stage if they are free, and slack if it takes slack."""
     summary: str
     usual_chunks: int = 1
     fixed_chunks: int | None = None
-    """The only number of chunks per stage it can have; None: any."""
+    """The only possible number of chunks per stage; None: any."""
     takes_slack: bool = False
     splits_backward: bool = False
 
 
-def _kinds() -> dict[str, ScheduleKind]:
-    kinds = (
-        ScheduleKind("gpipe", lambda p, m, v, slack: gpipe(p, m, v), "all forwards, then all backwards"),
-        ScheduleKind(
-            "1f1b",
-            lambda p, m, v, slack: one_f_one_b(p, m, slack),
-            "one forward, one backward in turn: p - i activations at stage i",
-            fixed_chunks=1,
-            takes_slack=True,
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
+    {
+        "gpipe": ScheduleKind("gpipe", gpipe, "all forwards, then all backwards"),
+        "1f1b": ScheduleKind(
+            "1f1b", one_f_one_b, "one forward, one backward in turn: p - i activations at stage i",
+            fixed_chunks=1, takes_slack=True,
         ),
-        ScheduleKind(
-            "interleaved",
-            lambda p, m, v, slack: interleaved(p, m, v),
-            "1f1b over several chunks per stage: the bubble divided by their number",
+        "interleaved": ScheduleKind(
+            "interleaved", interleaved, "1f1b over several chunks per stage: the bubble divided by their number",
             usual_chunks=2,
         ),
-        ScheduleKind(
-            "zb_h1",
-            lambda p, m, v, slack: zb_h1(p, m),
-            "backward split, weights held back: p activations on every stage",
-            fixed_chunks=1,
-            splits_backward=True,
+        "zb_h1": ScheduleKind(
+            "zb_h1", zb_h1, "backward split, weights held back: p activations on every stage",
+            fixed_chunks=1, splits_backward=True,
         ),
-        ScheduleKind(
-            "zb_h2",
-            lambda p, m, v, slack: zb_h2(p, m),
-            "backward split, more micro-batches in flight: 2p - 1 activations on every stage",
-            fixed_chunks=1,
-            splits_backward=True,
+        "zb_h2": ScheduleKind(
+            "zb_h2", zb_h2, "backward split, more micro-batches in flight: 2p - 1 activations on every stage",
+            fixed_chunks=1, splits_backward=True,
         ),
-        ScheduleKind(
-            "zb_v",
-            lambda p, m, v, slack: zb_v(p, m),
-            "backward split, two chunks per stage placed in a V: p activations on every stage",
-            fixed_chunks=2,
-            splits_backward=True,
+        "zb_v": ScheduleKind(
+            "zb_v", zb_v, "backward split, two chunks per stage placed in a V: p activations on every stage",
+            fixed_chunks=2, splits_backward=True,
         ),
-        ScheduleKind(
-            "forward",
-            lambda p, m, v, slack: forward_only(p, m, looped_placement(p, v)),
-            "forwards alone, for evaluation",
-        ),
-    )
-    return {kind.name: kind for kind in kinds}
-
-
-SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(_kinds())
+        "forward": ScheduleKind("forward", forward_only, "forwards alone, for evaluation"),
+    }
+)  # fmt: skip
 """All schedules with a fixed rule, by name."""
 
 
@@ -91,8 +69,8 @@ def make_schedule(
 ) -> Schedule:
     """The schedule of that name, or the one in a file (a name that ends in ``.csv``).
 
-    ``chunks`` is per stage and defaults to what is usual for the schedule. ``placement`` (the stage of each chunk) is
-    for ``forward``, to evaluate over the chunks of a training schedule whatever its placement.
+    ``chunks`` is per stage; the default depends on the schedule. ``placement`` (the stage of each chunk) is for
+    ``forward``, to evaluate over the chunks of a training schedule with any placement.
     """
     if name not in SCHEDULES and not name.endswith(".csv"):
         known = did_you_mean(name, SCHEDULES)
@@ -118,13 +96,13 @@ def make_schedule(
             raise ScheduleError(f"placement {tuple(placement)}: expected every stage 0..{stages - 1} to hold a chunk")
     if kind is None:
         return _from_file(name, stages, microbatches, chunks)
-    assert chunks is not None
     if kind.fixed_chunks is not None and chunks != kind.fixed_chunks:
         other = "'interleaved' takes any number" if kind.fixed_chunks == 1 else "leave chunks out"
         raise ScheduleError(f"schedule {name!r} has {kind.fixed_chunks} chunks per stage, got {chunks}; {other}")
-    if placement is not None:
-        return forward_only(stages, microbatches, placement)
-    return kind.build(stages, microbatches, chunks, slack)
+    options: dict[str, object] = {"chunks": chunks} if kind.fixed_chunks is None else {}
+    options |= {"slack": slack} if kind.takes_slack else {}
+    options |= {"placement": placement} if placement is not None else {}
+    return kind.build(stages, microbatches, **options)
 
 
 def _from_file(path: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:

@@ -1,8 +1,8 @@
 """Schedules in files: the CSV format of `torch.distributed.pipelining`, one row per stage, one action per cell.
 
 A cell is chunk, kind, micro-batch: ``2F0``, ``2B0``, ``2I0``, ``2W0``; an empty cell is a pause. With messages also
-``2SEND_F0``, ``3RECV_F0``, ``3SEND_B0``, ``2RECV_B0``, always between neighbouring chunks. What torch calls a stage is
-a chunk here, and its rank is our stage. ``(0F3;7B1)OVERLAP_F_B`` is read as its parts, one after the other.
+``2SEND_F0``, ``3RECV_F0``, ``3SEND_B0``, ``2RECV_B0``, always between neighbouring chunks. A stage of torch is a chunk
+here, and a rank of torch is a stage. ``(0F3;7B1)OVERLAP_F_B`` is read as its parts, one after the other.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def _read(path: str | Path) -> str:
 
 
 def read_program(path: str | Path) -> tuple[tuple[Action, ...], ...]:
-    """Per stage all actions of a file, messages included. Prove them with `validate_program`."""
+    """All actions of each stage in a file, including messages, not proved (see `validate_program`)."""
     return _parse(_read(path), f"schedule file {str(path)!r}")
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule in a text, proved. SEND and RECV in it are passed over: ours follow from the schedule."""
+    """The schedule in a text, proved. SEND and RECV in it are ignored: messages follow from the schedule."""
     schedule = compute_of(_parse(text, f"schedule {name!r}"), name)
     validate(schedule)
     return schedule
