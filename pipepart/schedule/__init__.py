@@ -4,10 +4,9 @@
 
     actions        Action, Message, Edges, Schedule: the data
        |
-    generators     gpipe, 1f1b, interleaved, zb_*, forward: schedules by a fixed rule
-      greedy           list scheduling, used by zb_v
     torch_csv      schedules from and to files
-    registry       make_schedule(): a schedule by name or from a file
+    greedy         list scheduling, used by zb_v
+    generators     make_schedule(): gpipe, 1f1b, interleaved, zb_*, forward by name, or from a file
        |
     dependencies   ActionGraph: the actions that each action needs
     messages       messages_of(): SEND and RECV of each stage; checks of explicit messages
@@ -26,8 +25,8 @@ from __future__ import annotations
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule, looped_placement, v_placement
 from pipepart.schedule.chunk_costs import ChunkCosts, lower_bound
 from pipepart.schedule.comparison import GANTT_LEGEND, Row, compare, format_table, gantt, picture, table
+from pipepart.schedule.generators import SCHEDULES, ScheduleKind, make_schedule
 from pipepart.schedule.messages import Messages, messages_of
-from pipepart.schedule.registry import SCHEDULES, ScheduleKind, make_schedule
 from pipepart.schedule.simulate import simulate, step_time
 from pipepart.schedule.timeline import Event, Timeline
 from pipepart.schedule.torch_csv import from_csv, read_csv, read_program, to_csv, write_csv, write_program

@@ -1,4 +1,4 @@
-"""Generators of schedules: the compute actions of every stage, by a fixed rule.
+"""Schedules by name, and their generators: the compute actions of every stage, by a fixed rule.
 
 GPipe, 1F1B and interleaved 1F1B have a full backward ``B``. The zero-bubble schedules split it into ``I`` (input
 gradient, which other stages wait for) and ``W`` (weight gradient), which can run at any later time and fills idle time
@@ -8,13 +8,110 @@ gradient, which other stages wait for) and ``W`` (weight gradient), which can ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
+from pipepart.errors import ScheduleError, did_you_mean
 from pipepart.schedule.actions import Action, Schedule, looped_placement, v_placement
 from pipepart.schedule.chunk_costs import ChunkCosts
 from pipepart.schedule.greedy import Policy, list_schedule
+from pipepart.schedule.torch_csv import read_csv
 
-__all__ = ["forward_only", "gpipe", "interleaved", "one_f_one_b", "zb_h1", "zb_h2", "zb_v"]
+__all__ = ["SCHEDULES", "ScheduleKind", "make_schedule"]
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A named schedule: its generator and its options."""
+
+    name: str
+    build: Callable[..., Schedule]
+    """Generator; takes stages and micro-batches, chunks per stage if they are free, and slack if it takes slack."""
+    summary: str
+    usual_chunks: int = 1
+    fixed_chunks: int | None = None
+    """The only possible number of chunks per stage; None: any."""
+    takes_slack: bool = False
+    splits_backward: bool = False
+
+
+_KINDS: dict[str, ScheduleKind] = {}
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(_KINDS)
+"""All schedules with a fixed rule, by name."""
+
+Generator = Callable[..., Schedule]
+
+
+def _named(name: str, summary: str, **options: Any) -> Callable[[Generator], Generator]:
+    """Register a generator in `SCHEDULES`; ``options`` are fields of `ScheduleKind`."""
+
+    def register(build: Generator) -> Generator:
+        _KINDS[name] = ScheduleKind(name, build, summary, **options)
+        return build
+
+    return register
+
+
+def make_schedule(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int | None = None,
+    slack: int = 0,
+    placement: Sequence[int] | None = None,
+) -> Schedule:
+    """The schedule of that name, or the one in a file (a name that ends in ``.csv``).
+
+    ``chunks`` is per stage; the default depends on the schedule. ``placement`` (the stage of each chunk) is for
+    ``forward``, to evaluate over the chunks of a training schedule with any placement.
+    """
+    if name not in SCHEDULES and not name.endswith(".csv"):
+        known = did_you_mean(name, SCHEDULES)
+        raise ScheduleError(f"schedule {name!r} is not known: {known}, or a file that ends in .csv")
+    kind = SCHEDULES.get(name)
+    if kind is not None and chunks is None:
+        chunks = kind.fixed_chunks or kind.usual_chunks
+    for what, value, least in (
+        ("stages", stages, 1),
+        ("microbatches", microbatches, 1),
+        ("chunks", 1 if chunks is None else chunks, 1),
+        ("slack", slack, 0),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise ScheduleError(f"schedule {name!r}: {what} is {value!r}; expected a whole number >= {least}")
+    if slack and (kind is None or not kind.takes_slack):
+        takers = ", ".join(k.name for k in SCHEDULES.values() if k.takes_slack)
+        raise ScheduleError(f"schedule {name!r} takes no slack, got slack={slack}; those that do: {takers}")
+    if placement is not None:
+        if name != "forward":
+            raise ScheduleError(f"schedule {name!r} places its chunks itself; only 'forward' takes a placement")
+        if sorted(set(placement)) != list(range(stages)):
+            raise ScheduleError(f"placement {tuple(placement)}: expected every stage 0..{stages - 1} to hold a chunk")
+    if kind is None:
+        return _from_file(name, stages, microbatches, chunks)
+    if kind.fixed_chunks is not None and chunks != kind.fixed_chunks:
+        other = "'interleaved' takes any number" if kind.fixed_chunks == 1 else "leave chunks out"
+        raise ScheduleError(f"schedule {name!r} has {kind.fixed_chunks} chunks per stage, got {chunks}; {other}")
+    options: dict[str, object] = {"chunks": chunks} if kind.fixed_chunks is None else {}
+    options |= {"slack": slack} if kind.takes_slack else {}
+    options |= {"placement": placement} if placement is not None else {}
+    return kind.build(stages, microbatches, **options)
+
+
+def _from_file(path: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
+    schedule = read_csv(path)
+    wanted = (("stages", stages, schedule.stages), ("micro-batches", microbatches, schedule.microbatches))
+    for what, asked, found in wanted:
+        if asked != found:
+            raise ScheduleError(f"schedule file {path!r} is for {found} {what}, asked for {asked}")
+    if chunks is not None and chunks * stages != schedule.chunks:
+        raise ScheduleError(
+            f"schedule file {path!r} has {schedule.chunks} chunks, asked for {chunks} on each of {stages} stages"
+        )
+    return schedule
 
 
 def _schedule(
@@ -24,6 +121,7 @@ def _schedule(
     return Schedule(name, stages, microbatches, tuple(placement), tuple(tuple(actions(s)) for s in range(stages)))
 
 
+@_named("gpipe", "all forwards, then all backwards")
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019). Bubble ``(p-1)(F+B)``, m activations per stage.
 
@@ -47,6 +145,7 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     return _schedule("gpipe", stages, microbatches, looped_placement(stages, chunks), actions)
 
 
+@_named("1f1b", "one forward, one backward in turn: p - i activations at stage i", fixed_chunks=1, takes_slack=True)
 def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
     """One forward, one backward in turn (Narayanan et al. 2019): GPipe's bubble with ``p - i`` activations at stage i.
 
@@ -92,6 +191,7 @@ def _looped_order(held: Sequence[int], groups: Sequence[int]) -> list[tuple[int,
     return order
 
 
+@_named("interleaved", "1f1b over several chunks per stage: the bubble divided by their number", usual_chunks=2)
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over v chunks per stage (Narayanan et al. 2021): bubble ``(p-1)(F+B)/v``, ``p + (p-1)/v`` activations.
 
@@ -123,55 +223,6 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     return _schedule("interleaved", stages, microbatches, looped_placement(stages, chunks), actions)
 
 
-def forward_only(stages: int, microbatches: int, chunks: int = 1, placement: Sequence[int] | None = None) -> Schedule:
-    """Forwards alone, for evaluation and prediction, over any placement of chunks.
-
-    ::
-
-        stage  0  0123...
-        stage  1  .0123..
-        stage  2  ..0123.
-        stage  3  ...0123
-
-    Over chunks placed in turn (0 1 2 0 1 2), which is the default, micro-batches pass in the groups of `interleaved`.
-    Over any other placement every stage takes a ready micro-batch in each unit of time, from its latest chunk or from
-    its earliest, whichever order ends sooner.
-    """
-    placement = looped_placement(stages, chunks) if placement is None else tuple(placement)
-    if placement == looped_placement(stages, len(placement) // stages):
-        groups = _group_sizes(stages, microbatches)
-        held = [range(stage, len(placement), stages) for stage in range(stages)]
-        orders = [[Action("F", *pair) for pair in _looped_order(mine, groups)] for mine in held]
-    else:
-        both = (_taken(stages, microbatches, placement, deep) for deep in (True, False))
-        _, orders = min(both, key=lambda found: found[0])
-    return _schedule("forward", stages, microbatches, placement, orders.__getitem__)
-
-
-def _taken(
-    stages: int, microbatches: int, placement: Sequence[int], deep_first: bool
-) -> tuple[int, list[list[Action]]]:
-    """Units of time, and the forwards of every stage, if each takes a ready one: latest or earliest chunk first."""
-    chunks = len(placement)
-    in_turn = range(chunks - 1, -1, -1) if deep_first else range(chunks)
-    held = [[c for c in in_turn if placement[c] == stage] for stage in range(stages)]
-    arrived = [microbatches] + [0] * chunks
-    done = [0] * chunks
-    orders: list[list[Action]] = [[] for _ in range(stages)]
-    units = 0
-    while done[chunks - 1] < microbatches:
-        taken = [next((c for c in mine if done[c] < arrived[c]), None) for mine in held]
-        for stage, chunk in enumerate(taken):
-            if chunk is not None:
-                orders[stage].append(Action("F", chunk, done[chunk]))
-                done[chunk] += 1
-        for chunk in taken:
-            if chunk is not None:
-                arrived[chunk + 1] = done[chunk]
-        units += 1
-    return units, orders
-
-
 def _delayed_weights(name: str, stages: int, microbatches: int, depth: int) -> Schedule:
     """1F1B order with delayed ``W``: stage i lets in ``depth (p-1-i) + 1`` micro-batches, ``W`` lags by ``depth i``.
 
@@ -194,6 +245,9 @@ def _delayed_weights(name: str, stages: int, microbatches: int, depth: int) -> S
     return _schedule(name, stages, microbatches, range(stages), actions)
 
 
+@_named(
+    "zb_h1", "backward split, weights held back: p activations on every stage", fixed_chunks=1, splits_backward=True
+)
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """Zero bubble with the memory of 1F1B's first stage: bubble ``(p-1)(F+I-W)``, p activations on every stage.
 
@@ -207,6 +261,12 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     return _delayed_weights("zb_h1", stages, microbatches, 1)
 
 
+@_named(
+    "zb_h2",
+    "backward split, more micro-batches in flight: 2p - 1 activations on every stage",
+    fixed_chunks=1,
+    splits_backward=True,
+)
 def zb_h2(stages: int, microbatches: int) -> Schedule:
     """Zero bubble with twice the memory: bubble ``(p-1)(F+I-2W)``, 2p-1 activations on every stage.
 
@@ -222,6 +282,12 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
     return _delayed_weights("zb_h2", stages, microbatches, 2)
 
 
+@_named(
+    "zb_v",
+    "backward split, two chunks per stage placed in a V: p activations on every stage",
+    fixed_chunks=2,
+    splits_backward=True,
+)
 def zb_v(stages: int, microbatches: int) -> Schedule:
     """Two chunks per stage placed down and up again (Qi et al. 2023, section 6): no bubble when F = I = W.
 
@@ -277,3 +343,53 @@ def _zb_v_pattern(stages: int, microbatches: int) -> Schedule:
                 yield from take(name)
 
     return _schedule("zb_v", stages, microbatches, v_placement(stages), actions)
+
+
+@_named("forward", "forwards alone, for evaluation")
+def forward_only(stages: int, microbatches: int, chunks: int = 1, placement: Sequence[int] | None = None) -> Schedule:
+    """Forwards alone, for evaluation and prediction, over any placement of chunks.
+
+    ::
+
+        stage  0  0123...
+        stage  1  .0123..
+        stage  2  ..0123.
+        stage  3  ...0123
+
+    Over chunks placed in turn (0 1 2 0 1 2), which is the default, micro-batches pass in the groups of `interleaved`.
+    Over any other placement every stage takes a ready micro-batch in each unit of time, from its latest chunk or from
+    its earliest, whichever order ends sooner.
+    """
+    placement = looped_placement(stages, chunks) if placement is None else tuple(placement)
+    if placement == looped_placement(stages, len(placement) // stages):
+        groups = _group_sizes(stages, microbatches)
+        held = [range(stage, len(placement), stages) for stage in range(stages)]
+        orders = [[Action("F", *pair) for pair in _looped_order(mine, groups)] for mine in held]
+    else:
+        both = (_taken(stages, microbatches, placement, deep) for deep in (True, False))
+        _, orders = min(both, key=lambda found: found[0])
+    return _schedule("forward", stages, microbatches, placement, orders.__getitem__)
+
+
+def _taken(
+    stages: int, microbatches: int, placement: Sequence[int], deep_first: bool
+) -> tuple[int, list[list[Action]]]:
+    """Units of time, and the forwards of every stage, if each takes a ready one: latest or earliest chunk first."""
+    chunks = len(placement)
+    in_turn = range(chunks - 1, -1, -1) if deep_first else range(chunks)
+    held = [[c for c in in_turn if placement[c] == stage] for stage in range(stages)]
+    arrived = [microbatches] + [0] * chunks
+    done = [0] * chunks
+    orders: list[list[Action]] = [[] for _ in range(stages)]
+    units = 0
+    while done[chunks - 1] < microbatches:
+        taken = [next((c for c in mine if done[c] < arrived[c]), None) for mine in held]
+        for stage, chunk in enumerate(taken):
+            if chunk is not None:
+                orders[stage].append(Action("F", chunk, done[chunk]))
+                done[chunk] += 1
+        for chunk in taken:
+            if chunk is not None:
+                arrived[chunk + 1] = done[chunk]
+        units += 1
+    return units, orders
