@@ -5,7 +5,6 @@
     actions        Action, Message, Edges, Schedule: the data
        |
     torch_csv      schedules from and to files
-    greedy         list scheduling, used by zb_v
     generators     make_schedule(): gpipe, 1f1b, interleaved, zb_*, forward by name, or from a file
        |
     dependencies   ActionGraph: the actions that each action needs

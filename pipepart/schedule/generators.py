@@ -15,8 +15,6 @@ from typing import Any
 
 from pipepart.errors import ScheduleError, did_you_mean
 from pipepart.schedule.actions import Action, Schedule, looped_placement, v_placement
-from pipepart.schedule.chunk_costs import ChunkCosts
-from pipepart.schedule.greedy import Policy, list_schedule
 from pipepart.schedule.torch_csv import read_csv
 
 __all__ = ["SCHEDULES", "ScheduleKind", "make_schedule"]
@@ -306,8 +304,8 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     """
     if microbatches > stages:
         return _zb_v_pattern(stages, microbatches)
-    even = ChunkCosts.even(stages, 2)
-    return list_schedule(v_placement(stages), microbatches, even, policy=Policy(patience=0.0), name="zb_v")
+    _, orders = _in_turn(stages, microbatches, v_placement(stages))
+    return _schedule("zb_v", stages, microbatches, v_placement(stages), orders.__getitem__)
 
 
 def _zb_v_pattern(stages: int, microbatches: int) -> Schedule:
@@ -366,30 +364,42 @@ def forward_only(stages: int, microbatches: int, chunks: int = 1, placement: Seq
         held = [range(stage, len(placement), stages) for stage in range(stages)]
         orders = [[Action("F", *pair) for pair in _looped_order(mine, groups)] for mine in held]
     else:
-        both = (_taken(stages, microbatches, placement, deep) for deep in (True, False))
+        both = (_in_turn(stages, microbatches, placement, backward=False, deep_first=deep) for deep in (True, False))
         _, orders = min(both, key=lambda found: found[0])
     return _schedule("forward", stages, microbatches, placement, orders.__getitem__)
 
 
-def _taken(
-    stages: int, microbatches: int, placement: Sequence[int], deep_first: bool
+def _in_turn(
+    stages: int, microbatches: int, placement: Sequence[int], *, backward: bool = True, deep_first: bool = True
 ) -> tuple[int, list[list[Action]]]:
-    """Units of time, and the forwards of every stage, if each takes a ready one: latest or earliest chunk first."""
+    """Units of time, and the actions of every stage, if each takes one ready action in each unit of time.
+
+    It takes ``I`` before ``F`` before ``W``: of ``I`` and ``W`` the oldest micro-batch, of ``F`` the latest chunk, or
+    the earliest without ``deep_first``. Without ``backward`` there are forwards alone.
+    """
     chunks = len(placement)
-    in_turn = range(chunks - 1, -1, -1) if deep_first else range(chunks)
-    held = [[c for c in in_turn if placement[c] == stage] for stage in range(stages)]
-    arrived = [microbatches] + [0] * chunks
-    done = [0] * chunks
+    held = [[c for c in reversed(range(chunks)) if placement[c] == stage] for stage in range(stages)]
+    done = {kind: [0] * chunks for kind in "FIW"}
+    ahead, back, weights = done.values()
     orders: list[list[Action]] = [[] for _ in range(stages)]
+
+    def choose(mine: Sequence[int]) -> tuple[str, int] | None:
+        if backward:
+            after = {c: min(ahead[c], back[c + 1] if c + 1 < chunks else microbatches) for c in mine}
+            if ready := [c for c in mine if back[c] < after[c]]:
+                return "I", min(ready, key=back.__getitem__)
+        if ready := [c for c in mine if ahead[c] < (ahead[c - 1] if c else microbatches)]:
+            return "F", ready[0 if deep_first else -1]
+        if ready := [c for c in mine if backward and weights[c] < back[c]]:
+            return "W", min(ready, key=weights.__getitem__)
+        return None
+
     units = 0
-    while done[chunks - 1] < microbatches:
-        taken = [next((c for c in mine if done[c] < arrived[c]), None) for mine in held]
-        for stage, chunk in enumerate(taken):
-            if chunk is not None:
-                orders[stage].append(Action("F", chunk, done[chunk]))
-                done[chunk] += 1
-        for chunk in taken:
-            if chunk is not None:
-                arrived[chunk + 1] = done[chunk]
+    while min(weights if backward else ahead) < microbatches:
+        for stage, choice in enumerate([choose(mine) for mine in held]):
+            if choice is not None:
+                kind, chunk = choice
+                orders[stage].append(Action(kind, chunk, done[kind][chunk]))
+                done[kind][chunk] += 1
         units += 1
     return units, orders
