@@ -30,7 +30,7 @@ _CELLS = 40_000_000
 def improve(
     costs: UnitCosts, devices: DeviceOrders, found: Found, cuts: Sequence[int], orders: Iterable[Sequence[int]]
 ) -> tuple[DownsetStates, Found]:
-    """The best path that small changes of the given one lead to. ``cuts``: its downsets as bit masks."""
+    """The best path that small changes of the given one lead to. ``cuts`` are its downsets as bit masks."""
     edges = np.array(costs.graph.edges, dtype=np.int64).reshape(-1, 2)
     others = [_prefix_masks(order) for order in orders]
     states = DownsetStates(costs, cuts, complete=False)

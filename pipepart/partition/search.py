@@ -116,8 +116,8 @@ def best_path(
 ) -> Found | None:
     """The best path without any chunk above ``limit`` ticks.
 
-    ``goal``: the smallest ``bottleneck``, the least ``traffic``, or the best ``balance`` (least sum of squared loads).
-    ``None`` proves that there is none (unless windows were thinned to ``widest`` states).
+    ``goal`` is the smallest ``bottleneck``, the least ``traffic``, or the best ``balance`` (least sum of squared loads).
+    ``None`` proves that there is no path, unless windows were thinned to ``widest`` states.
     """
     work = states.work
     tables = _shared_tables(states, devices, limit)

@@ -89,6 +89,11 @@ class Row:
         return self.step_time / self.bound - 1
 
 
+def _even(stages: int, chunks: int, ratio: tuple[float, float, float], send: float) -> ChunkCosts:
+    forward, inputs, weights = ratio
+    return ChunkCosts.even(stages, chunks, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
+
+
 def _row(name: str, schedule: Schedule, costs: ChunkCosts, ratio: tuple[float, float, float]) -> Row:
     timeline = simulate(schedule, costs)
     work = sum(timeline.busy)
@@ -119,12 +124,9 @@ def compare(
 
     ``ratio`` is F : I : W of a stage, ``send`` the time of one message.
     """
-    forward, inputs, weights = ratio
     rows = []
     for count in chunks:
-        costs = ChunkCosts.even(
-            stages, count, forward=forward, backward_input=inputs, backward_weight=weights, send=send
-        )
+        costs = _even(stages, count, ratio, send)
         for name, kind in SCHEDULES.items():
             if name == "forward" or kind.fixed_chunks not in (None, count) or (name == "interleaved" and count == 1):
                 continue
@@ -189,25 +191,17 @@ def picture(
     color: bool = False,
 ) -> str:
     """The Gantt of a schedule over equal stages with its figures: by name (4 stages, 8 micro-batches), or from a file."""
-    forward, inputs, weights = ratio
-
-    def costs_for(count: int, held: int) -> ChunkCosts:
-        return ChunkCosts.even(count, held, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
-
     if name.endswith(".csv"):
-        schedule = read_csv(name)
-        make_schedule(
-            name, stages=stages or schedule.stages, microbatches=microbatches or schedule.microbatches, chunks=chunks
-        )
+        schedule = read_csv(name, stages=stages, microbatches=microbatches, chunks=chunks)
     else:
-        p, m = stages or 4, microbatches or 8
-        schedule = make_schedule(name, stages=p, microbatches=m, chunks=chunks)
+        schedule = make_schedule(name, stages=stages or 4, microbatches=microbatches or 8, chunks=chunks)
     held, rest = divmod(schedule.chunks, schedule.stages)
     if rest:
         raise ScheduleError(
-            f"{schedule.name}: {schedule.chunks} chunks on {schedule.stages} stages are no equal stages to draw"
+            f"{schedule.name}: {schedule.chunks} chunks on {schedule.stages} stages; a picture needs the same number of "
+            "chunks on each stage"
         )
-    timeline = simulate(schedule, costs_for(schedule.stages, held))
+    timeline = simulate(schedule, _even(schedule.stages, held, ratio, send))
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations)
     head = f"step {timeline.step_time:g}, bubble {timeline.bubble:.4f}, peak activations {peaks}"
     column = min(part for part in (*ratio, send * held) if part) / held

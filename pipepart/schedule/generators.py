@@ -72,12 +72,14 @@ def make_schedule(
     kind = SCHEDULES.get(name)
     if kind is not None and chunks is None:
         chunks = kind.fixed_chunks or kind.usual_chunks
-    for what, value, least in (
-        ("stages", stages, 1),
-        ("microbatches", microbatches, 1),
-        ("chunks", 1 if chunks is None else chunks, 1),
-        ("slack", slack, 0),
-    ):
+    numbers = {
+        "stages": stages,
+        "microbatches": microbatches,
+        "chunks": 1 if chunks is None else chunks,
+        "slack": slack,
+    }
+    for what, value in numbers.items():
+        least = 0 if what == "slack" else 1
         if not isinstance(value, int) or value < least:
             raise ScheduleError(f"schedule {name!r}: {what} is {value!r}; expected a whole number >= {least}")
     if slack and (kind is None or not kind.takes_slack):
@@ -89,7 +91,7 @@ def make_schedule(
         if sorted(set(placement)) != list(range(stages)):
             raise ScheduleError(f"placement {tuple(placement)}: expected every stage 0..{stages - 1} to hold a chunk")
     if kind is None:
-        return _from_file(name, stages, microbatches, chunks)
+        return read_csv(name, stages=stages, microbatches=microbatches, chunks=chunks)
     if kind.fixed_chunks is not None and chunks != kind.fixed_chunks:
         other = "'interleaved' takes any number" if kind.fixed_chunks == 1 else "leave chunks out"
         raise ScheduleError(f"schedule {name!r} has {kind.fixed_chunks} chunks per stage, got {chunks}; {other}")
@@ -97,19 +99,6 @@ def make_schedule(
     options |= {"slack": slack} if kind.takes_slack else {}
     options |= {"placement": placement} if placement is not None else {}
     return kind.build(stages, microbatches, **options)
-
-
-def _from_file(path: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
-    schedule = read_csv(path)
-    wanted = (("stages", stages, schedule.stages), ("micro-batches", microbatches, schedule.microbatches))
-    for what, asked, found in wanted:
-        if asked != found:
-            raise ScheduleError(f"schedule file {path!r} is for {found} {what}, asked for {asked}")
-    if chunks is not None and chunks * stages != schedule.chunks:
-        raise ScheduleError(
-            f"schedule file {path!r} has {schedule.chunks} chunks, asked for {chunks} on each of {stages} stages"
-        )
-    return schedule
 
 
 def _schedule(

@@ -76,10 +76,26 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     return schedule
 
 
-def read_csv(path: str | Path) -> Schedule:
-    """The schedule in a file, proved, named after the file (see `from_csv`)."""
+def read_csv(
+    path: str | Path, *, stages: int | None = None, microbatches: int | None = None, chunks: int | None = None
+) -> Schedule:
+    """The schedule in a file, proved, named after the file (see `from_csv`).
+
+    Raises an error if it is for another number of stages, micro-batches, or chunks per stage than asked for.
+    """
     schedule = compute_of(read_program(path), Path(path).stem)
     validate(schedule)
+    for what, asked, found in (
+        ("stages", stages, schedule.stages),
+        ("micro-batches", microbatches, schedule.microbatches),
+    ):
+        if asked is not None and asked != found:
+            raise ScheduleError(f"schedule file {str(path)!r} is for {found} {what}, asked for {asked}")
+    if chunks is not None and chunks * schedule.stages != schedule.chunks:
+        raise ScheduleError(
+            f"schedule file {str(path)!r} has {schedule.chunks} chunks, asked for {chunks} on each of "
+            f"{schedule.stages} stages"
+        )
     return schedule
 
 

@@ -1,4 +1,4 @@
-"""The validator: what is right passes, what is broken is named, and it agrees with plainly carrying the lists out."""
+"""The validator: correct schedules pass, broken ones are named, and it agrees with a plain execution of the lists."""
 
 from __future__ import annotations
 
