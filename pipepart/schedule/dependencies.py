@@ -102,9 +102,9 @@ class ActionGraph:
                     ahead[chunk * microbatches + k],
                     *[back[target * microbatches + k] for target in targets[chunk]],
                 )
+            if -1 in found:
+                raise ScheduleError(_missing(schedule, action, sources[chunk], targets[chunk], found.index(-1)))
             for need in found:
-                if need < 0:
-                    raise ScheduleError(_what_is_missing(schedule, action, number, sources, targets))
                 users[need].append(n)
             needs.append(found)
         if any(len(others) > 1 for others in (*sources, *targets)):
@@ -151,24 +151,12 @@ class ActionGraph:
         return "\n".join(lines)
 
 
-def _what_is_missing(
-    schedule: Schedule,
-    action: Action,
-    number: Mapping[str, Sequence[int]],
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
-) -> str:
-    """Error text for an action that needs another one that is in no stage's list."""
-    chunk, k = action.chunk, action.microbatch
-    if action.kind == "F":
-        needs = [("F", source) for source in sources[chunk]]
-    elif action.kind == "W":
-        needs = [("I", chunk)]
-    else:
-        needs = [("F", chunk), *(("back", target) for target in targets[chunk])]
-    kind, at = next((kind, c) for kind, c in needs if number[kind][c * schedule.microbatches + k] < 0)
-    lacking = Action("B" if kind == "back" else kind, at, k)
+def _missing(schedule: Schedule, action: Action, sources: Sequence[int], targets: Sequence[int], at: int) -> str:
+    """Error text for an action whose need number ``at`` is in no stage's list."""
+    needs = {"F": [("F", source) for source in sources], "W": [("I", action.chunk)]}
+    back = [("F", action.chunk), *(("B", target) for target in targets)]
+    lacking = Action(*needs.get(action.kind, back)[at], action.microbatch)
     return (
-        f"{schedule.name}: {action} on stage {schedule.placement[chunk]} needs {lacking}, which is in no stage's list; "
-        f"add it to the list of stage {schedule.placement[lacking.chunk]}"
+        f"{schedule.name}: {action} on stage {schedule.placement[action.chunk]} needs {lacking}, which is in no stage's "
+        f"list; add it to the list of stage {schedule.placement[lacking.chunk]}"
     )
