@@ -117,13 +117,13 @@ def _depth_first(
     """The order that takes the newest ready unit first: it ends a branch before it begins the next one."""
     waiting = [len(before) for before in predecessors]
     ready: list[tuple[int, int, int]] = []
+    newest = 0
 
     def push(unit: int) -> None:
         nonlocal newest
         newest -= 1
         heapq.heappush(ready, (side[unit], newest, unit))
 
-    newest = 0
     for unit, count in enumerate(waiting):
         if not count:
             push(unit)

@@ -217,17 +217,13 @@ def baselines(problem: Problem, chunks: int, *, microbatches: int = 1) -> Mappin
     problem.fits_chunks(chunks)
     graph = unit_graph(problem)
     graph.require(chunks)
-
-    def per_unit(values: Floats) -> Floats:
-        return np.bincount(graph.unit_of, weights=values, minlength=len(graph.members))
-
     weights = {
-        "even": per_unit(np.ones(problem.ops)),
-        "parameters": per_unit(problem.parameter_bytes),
-        "flops": per_unit(problem.forward),
+        "even": graph.sums(np.ones(problem.ops)),
+        "parameters": graph.sums(problem.parameter_bytes),
+        "flops": graph.sums(problem.forward),
     }
     found = {name: _proportional(weight, chunks) for name, weight in weights.items()}
-    found["greedy"] = _greedy(per_unit(problem.forward + problem.backward), chunks)
+    found["greedy"] = _greedy(graph.sums(problem.forward + problem.backward), chunks)
     devices = [chunk if problem.any_order else problem.device(chunk) for chunk in range(chunks)]
     partitions = {}
     for name, cuts in found.items():

@@ -24,6 +24,9 @@ __all__ = ["NEVER", "Amounts", "Ints", "UnitCosts", "make_unit_costs"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+_SINGLE = 5
+"""Number of rows of `Amounts` that do not depend on the device kind; the last of them is the number of units."""
+
 NEVER = 1 << 60
 """Load of a chunk that is not allowed."""
 
@@ -40,52 +43,58 @@ class Amounts:
     @property
     def least(self) -> Ints:
         """Ticks on the fastest device."""
-        return self.rows[0]
+        return self._row(0)
 
     @property
     def needed(self) -> Ints:
         """Units of which a chunk needs at least one: those with work, or all if too few have work."""
-        return self.rows[1]
+        return self._row(1)
 
     @property
     def state(self) -> Ints:
         """Bytes of parameters, gradients and optimizer state."""
-        return self.rows[2]
+        return self._row(2)
 
     @property
     def saved(self) -> Ints:
         """Bytes kept for backward, per micro-batch."""
-        return self.rows[3]
+        return self._row(3)
 
     @property
     def compute(self) -> Ints:
         """(kind, column): ticks, forward and backward."""
-        return self._per_kind(0)
+        return self._row(slice(_SINGLE, _SINGLE + self.kinds))
 
     @property
     def extra(self) -> Ints:
         """(kind, column): ticks that recomputation adds."""
-        return self._per_kind(1)
+        return self._row(slice(_SINGLE + self.kinds, _SINGLE + 2 * self.kinds))
 
     @property
     def unable(self) -> Ints:
         """(kind, column): number of ops that the device cannot run."""
-        return self._per_kind(2)
+        return self._row(slice(_SINGLE + 2 * self.kinds, _SINGLE + 3 * self.kinds))
 
-    def _per_kind(self, which: int) -> Ints:
-        return self.rows[5 + which * self.kinds : 5 + (which + 1) * self.kinds]
+    @property
+    def _before(self) -> Ints:
+        """(forced cut, column): number of units before the cut."""
+        return self._row(slice(_SINGLE + 3 * self.kinds, None))
+
+    def _row(self, which: int | slice) -> Ints:
+        row: Ints = self.rows[which]
+        return row
 
     @cached_property
     def cuts(self) -> Ints:
         """Number of forced cuts that lie inside or at the border of each downset."""
-        before = self.rows[5 + 3 * self.kinds :]
-        return (before == before[:, -1:]).sum(axis=0)
+        cuts: Ints = (self._before == self._before[:, -1:]).sum(axis=0)
+        return cuts
 
     @cached_property
     def at_cut(self) -> NDArray[np.bool_]:
         """Whether the border of each downset is a forced cut."""
-        sizes = np.concatenate((np.full(1, -1, dtype=np.int64), self.rows[5 + 3 * self.kinds :, -1]))
-        at_cut: NDArray[np.bool_] = sizes[self.cuts] == self.rows[4]
+        sizes = np.concatenate((np.full(1, -1, dtype=np.int64), self._before[:, -1]))
+        at_cut: NDArray[np.bool_] = sizes[self.cuts] == self.rows[_SINGLE - 1]
         return at_cut
 
     def changed(self, change: Callable[[Ints], Ints]) -> Amounts:
@@ -212,8 +221,8 @@ def make_unit_costs(problem: Problem, graph: UnitGraph, chunks: int, *, require_
     rows = [
         least,
         needed,
-        _round(_per_unit(problem.parameter_bytes * problem.state_factor, graph)),
-        _round(_per_unit(problem.saved_bytes, graph)),
+        _round(graph.sums(problem.parameter_bytes * problem.state_factor)),
+        _round(graph.sums(problem.saved_bytes)),
         np.ones(count),
         *ticks,
         *_round(extra * scale),
@@ -244,7 +253,7 @@ def _times(problem: Problem, graph: UnitGraph) -> tuple[Floats, Floats, Floats]:
         unable = ~(np.isfinite(forward) & np.isfinite(backward))
         forward, backward = np.where(unable, 0.0, forward), np.where(unable, 0.0, backward)
         for row, values in zip(rows, (forward + backward, forward, unable)):
-            row.append(_per_unit(values, graph))
+            row.append(graph.sums(values))
     compute, extra, unable_ops = (np.array(row) for row in rows)
     return compute, extra, unable_ops
 
@@ -252,10 +261,6 @@ def _times(problem: Problem, graph: UnitGraph) -> tuple[Floats, Floats, Floats]:
 def _slowness(ticks: Ints, least: Ints) -> float:
     """The least ratio of two rows of ticks, rounded down; 1 if they are empty."""
     return (float((ticks / least).min()) if len(ticks) else 1.0) * (1 - 1e-9)
-
-
-def _per_unit(values: NDArray[np.generic], graph: UnitGraph) -> Floats:
-    return np.bincount(graph.unit_of, weights=values, minlength=len(graph.members))
 
 
 def _add(values: Ints, index: Ints, size: int) -> Ints:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
 from pipepart.errors import PartitionError
 from pipepart.partition.problem import Problem
@@ -32,6 +34,10 @@ class UnitGraph:
     def edges(self) -> list[tuple[int, int]]:
         """All edges as pairs (source, target)."""
         return [(a, b) for a, after in enumerate(self.successors) for b in after]
+
+    def sums(self, values: NDArray[np.generic]) -> NDArray[np.float64]:
+        """Sums over the ops of each unit."""
+        return np.bincount(self.unit_of, weights=values, minlength=len(self.members)).astype(np.float64)
 
     def require(self, chunks: int, hint: str = "") -> None:
         """Raise an error if there are fewer units than chunks."""

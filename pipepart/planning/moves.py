@@ -26,7 +26,7 @@ class Mover:
         self._graph: UnitGraph = unit_graph(problem)
         self._unit_of = np.asarray(self._graph.unit_of, dtype=np.int64)
         seconds = np.asarray(problem.forward + problem.backward)
-        self._seconds = np.bincount(self._unit_of, weights=seconds, minlength=len(self._graph.members))
+        self._seconds = self._graph.sums(seconds)
         self._side = np.asarray(self._graph.side)
 
     def improve(

@@ -141,17 +141,17 @@ def pairs_of(program: Lists, placement: Sequence[int]) -> Mapping[Pair, tuple[Me
 def check_messages(name: str, program: Lists, placement: Sequence[int], edges: Edges) -> None:
     """Check that every edge between stages has its message per micro-batch, sent after it is made, received before use."""
     computed: dict[tuple[str, int], dict[int, int]] = {(w, c): {} for w in "FBW" for c in range(len(placement))}
-    ends: dict[tuple[str, str, int, int], dict[int, int]] = {}
+    ends: dict[tuple[str, tuple[str, int, int]], dict[int, int]] = {}
     crossing = [("F", *pair) for pair in sorted(edges.forward)] + [("B", b, a) for a, b in sorted(edges.backward)]
     crossing = [edge for edge in crossing if placement[edge[1]] != placement[edge[2]]]
     for edge in crossing:
-        ends[("SEND", *edge)], ends[("RECV", *edge)] = {}, {}
+        ends["SEND", edge], ends["RECV", edge] = {}, {}
     for stage, actions in enumerate(program):
         for at, action in enumerate(actions):
             kind, k = action.kind, action.microbatch
             if kind in MESSAGES:
                 message = action.message
-                found = ends.get((kind, message.payload, message.source, message.target))
+                found = ends.get((kind, (message.payload, message.source, message.target)))
                 if found is None or placement[action.chunk] != stage:
                     raise ScheduleError(f"{name}: stage {stage} does {action}, but no edge asks for this message here")
                 if k in found:
@@ -161,7 +161,7 @@ def check_messages(name: str, program: Lists, placement: Sequence[int], edges: E
                 computed["B" if kind == "I" else kind, action.chunk][k] = at
     for edge in crossing:
         way, source, target = edge
-        sent, received = ends[("SEND", *edge)], ends[("RECV", *edge)]
+        sent, received = ends["SEND", edge], ends["RECV", edge]
         here, there, used = placement[source], placement[target], computed[way, target]
         for k, at in computed[way, source].items():
             message = Message(way, source, target, k)
