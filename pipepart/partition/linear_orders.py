@@ -98,7 +98,8 @@ class LinearStates:
 def linear_orders(costs: UnitCosts) -> list[tuple[str, list[int]]]:
     """Different topological orders with their names, the program's first. All of them respect forced cuts."""
     graph = costs.graph
-    mirrored_side = [max(graph.side) - side for side in graph.side]
+    last = max(graph.side)
+    mirrored_side = [last - side for side in graph.side]
     orders = {
         "program order": list(range(costs.units)),
         "depth first": _depth_first(graph.successors, graph.predecessors, graph.side),
