@@ -1,13 +1,32 @@
-"""Partition: where to cut a graph. Exact search over downsets, slices of linear orders, and a lower bound for both.
+"""Partition: assigns the ops of a graph to chunks, with a lower bound of the bottleneck.
 
-Knows numbers and a directed graph. Knows nothing of torch, schedules or processes.
+::
+
+    problem        Problem: seconds, bytes and edges of ops; devices, links, memory
+       |
+    units          UnitGraph: ops that stay in one chunk, as one acyclic graph
+    unit_costs     UnitCosts: whole-number costs of units and tensors; the load of a chunk
+    device_orders  DeviceOrders: the places that chunks take, or every way through a pool of devices
+       |
+    prepared       Prepared: reduced costs and the sets of downsets (states) to search
+      linear_orders    the prefixes of one linear order
+      downsets         all downsets, or any chosen set
+       |
+    search         best_path: the smallest bottleneck over all paths through a set of states, exactly
+    improve        a better path near a known one
+       |
+    solve          partition(): tries the sets of states in turn; gives path, bound and method
+    shortage       the error if nothing fits into memory
+       |
+    result         Partition: chunk of each op, loads, bottleneck, bound; baselines() to compare with
+    check          check(): an independent proof that a partition is valid
+
+The package knows numbers and a directed graph. It must not know torch, schedules or processes.
 """
 
-from pipepart.partition.baselines import baselines
 from pipepart.partition.check import check
-from pipepart.partition.problem import Device, Link, Problem, Tensor
-from pipepart.partition.published import given_problem
-from pipepart.partition.result import Partition
+from pipepart.partition.problem import Device, Link, Problem, Tensor, given_problem
+from pipepart.partition.result import Partition, baselines
 from pipepart.partition.solve import partition
 
 __all__ = ["Device", "Link", "Partition", "Problem", "Tensor", "baselines", "check", "given_problem", "partition"]

@@ -1,4 +1,4 @@
-"""The independent checker: it knows the problem and the answer, and nothing of how the answer was found."""
+"""The independent checker: it knows the problem and the partition, and nothing of the search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check(problem: Problem, partition: Partition) -> None:
     chunk_of = partition.chunk_of
     chunks = len(partition.loads)
     if len(chunk_of) != problem.ops:
-        raise PartitionError(f"partition: it places {len(chunk_of)} ops; expected {problem.ops}")
+        raise PartitionError(f"partition: {len(chunk_of)} ops have a chunk; expected {problem.ops}")
     if sorted(set(chunk_of)) != list(range(chunks)):
         raise PartitionError(
             f"partition: the ops are in chunks {sorted(set(chunk_of))}; expected all of 0..{chunks - 1}"
@@ -61,20 +61,22 @@ def _check_loads(problem: Problem, partition: Partition) -> None:
         if partition.recompute[chunk] == "full":
             compute += sum(float(forward[op]) for op in mine)
         communication = 0.0
-        for tensor in problem.traffic():
+        for tensor in problem.traffic:
             where = [chunk_of[op] for op in tensor.ops]
             if chunk in where and any(other != chunk for other in where) and device.communicates:
                 link = problem.link(chunk - 1 if min(where) < chunk else chunk)
                 communication += link.seconds(tensor.size) + link.seconds(tensor.gradient)
         expected = max(compute, communication) if problem.overlap else compute + communication
         if not math.isclose(load, expected, rel_tol=_CLOSE, abs_tol=1e-15):
-            raise PartitionError(f"partition: chunk {chunk} takes {expected} s; the partition says {load} s")
+            raise PartitionError(f"partition: chunk {chunk} takes {expected} s, but its load is {load} s")
     if partition.bottleneck != max(partition.loads):
         raise PartitionError(f"partition: bottleneck {partition.bottleneck}; expected {max(partition.loads)}")
     if partition.lower_bound > partition.bottleneck * (1 + _CLOSE):
-        raise PartitionError(f"partition: the bound {partition.lower_bound} is above {partition.bottleneck}")
+        raise PartitionError(
+            f"partition: the bound {partition.lower_bound} is above the bottleneck {partition.bottleneck}"
+        )
     if partition.proved and partition.gap > 1e-6:
-        raise PartitionError(f"partition: it says that it is optimal, with a gap of {partition.gap}")
+        raise PartitionError(f"partition: it is marked as proved, but has a gap of {partition.gap}")
 
 
 def _check_memory(problem: Problem, partition: Partition) -> None:
@@ -88,7 +90,7 @@ def _check_memory(problem: Problem, partition: Partition) -> None:
         used = state + held * saved
         if partition.recompute[chunk] == "full" and held:
             arriving = 0.0
-            for tensor in problem.traffic():
+            for tensor in problem.traffic:
                 where = [partition.chunk_of[op] for op in tensor.ops]
                 if chunk in where and min(where) < chunk:
                     arriving += tensor.size

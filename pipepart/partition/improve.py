@@ -1,8 +1,8 @@
 """Better cuts near known ones: several good orders, and small moves at every border, in one exact search.
 
-The prefixes of different orders are downsets of the same DAG, so a path may change from one order to another; and a
-downset stays one if a ready class is added or a last class is taken away. The search over the union of all of these
-is exact, so each round takes the best combination of moves at all borders at once.
+The prefixes of different orders are downsets of the same graph, so a path may change from one order to another; and a
+downset stays one if a ready unit is added or a last unit is taken away. The search over the union of all of these is
+exact, so each round takes the best combination of moves at all borders at once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipepart.partition.instance import Instance, Ints
-from pipepart.partition.lattice import LatticeStates
-from pipepart.partition.route import Route
+from pipepart.partition.device_orders import DeviceOrders
+from pipepart.partition.downsets import DownsetStates, as_mask, unpack
 from pipepart.partition.search import Found, best_path
+from pipepart.partition.unit_costs import Ints, UnitCosts
 
-__all__ = ["improve", "state_mask"]
+__all__ = ["improve"]
 
 _ROUNDS = 12
 _WORTH = 1e-3
@@ -28,47 +28,33 @@ _CELLS = 40_000_000
 
 
 def improve(
-    instance: Instance, route: Route, found: Found, cuts: Sequence[int], orders: Iterable[Sequence[int]]
-) -> tuple[LatticeStates, Found]:
-    """The best path that small changes of the given one lead to. ``cuts``: its downsets as bit masks."""
-    edges = np.array([(a, b) for a, after in enumerate(instance.successors) for b in after], dtype=np.int64)
-    edges = edges.reshape(-1, 2)
+    costs: UnitCosts, devices: DeviceOrders, found: Found, cuts: Sequence[int], orders: Iterable[Sequence[int]]
+) -> tuple[DownsetStates, Found]:
+    """The best path that small changes of the given one lead to. ``cuts`` are its downsets as bit masks."""
+    edges = np.array(costs.graph.edges, dtype=np.int64).reshape(-1, 2)
     others = [_prefix_masks(order) for order in orders]
-    work = instance.least
-    states, best = _known(instance, route, cuts, found)
+    states = DownsetStates(costs, cuts, complete=False)
+    known = best_path(states, devices, found.bottleneck)
+    assert known is not None, "a path is found again on its own states"
+    best = known
     for _ in range(_ROUNDS):
-        current = [state_mask(states.members(state)) for state in best.path]
+        current = [as_mask(states.members(state)) for state in best.path]
         pool = dict.fromkeys(current)
         for cut in current[1:-1]:
-            pool.update(dict.fromkeys(_moves(instance, edges, cut)))
+            pool.update(dict.fromkeys(_moves(costs, edges, cut)))
         for masks in others:
             pool.update(dict.fromkeys(_nearest(masks, current[1:-1])))
-        keep = max(len(current), _CELLS // (len(instance.pins) + instance.classes + 1))
-        trial = LatticeStates(instance, list(pool)[:keep], complete=False)
-        better = best_path(trial, route, best.bottleneck)
+        keep = max(len(current), _CELLS // (len(costs.pins) + costs.units + 1))
+        trial = DownsetStates(costs, list(pool)[:keep], complete=False)
+        better = best_path(trial, devices, best.bottleneck)
         if better is None or (better.bottleneck, better.traffic) >= (best.bottleneck, best.traffic):
             break
         small = better.bottleneck > best.bottleneck * (1 - _WORTH)
         states, best = trial, better
         if small:
             break
-    assert int(states.work[-1]) == int(work.sum()), "the last state is the whole model"
+    assert int(states.work[-1]) == int(costs.amounts.least.sum()), "the last state is the whole model"
     return states, best
-
-
-def _known(instance: Instance, route: Route, cuts: Sequence[int], found: Found) -> tuple[LatticeStates, Found]:
-    """The given path on states of its own."""
-    states = LatticeStates(instance, cuts, complete=False)
-    best = best_path(states, route, found.bottleneck)
-    assert best is not None, "a path is found again on its own states"
-    return states, best
-
-
-def state_mask(members: Ints) -> int:
-    """A downset as a bit mask."""
-    flags = np.zeros(int(members.max(initial=0)) + 1, dtype=np.uint8)
-    flags[members] = 1
-    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
 def _prefix_masks(order: Sequence[int]) -> list[int]:
@@ -79,7 +65,7 @@ def _prefix_masks(order: Sequence[int]) -> list[int]:
 
 
 def _nearest(masks: Sequence[int], cuts: Sequence[int]) -> list[int]:
-    """Prefixes of an order with about as many classes as the known cuts."""
+    """Prefixes of an order with about as many units as the known cuts."""
     near: list[int] = []
     for cut in cuts:
         size = cut.bit_count()
@@ -87,27 +73,22 @@ def _nearest(masks: Sequence[int], cuts: Sequence[int]) -> list[int]:
     return near
 
 
-def _moves(instance: Instance, edges: Ints, cut: int) -> list[int]:
-    """The downset with one ready class more or one last class less, with short chains of them, and with swaps."""
-    inside = _flags(cut, instance.classes)
+def _moves(costs: UnitCosts, edges: Ints, cut: int) -> list[int]:
+    """The downset with one ready unit more or one last unit less, with short chains of them, and with swaps."""
+    inside = unpack([cut], costs.units)[0]
     ready, last = _ready(edges, inside), _ready(edges[:, ::-1], ~inside)
     moves = []
     for c in ready:
-        moves.extend(_chain(instance.successors, instance.predecessors, cut, c, inside))
+        moves.extend(_chain(costs.graph.successors, costs.graph.predecessors, cut, c, inside))
     for c in last:
-        moves.extend(_chain(instance.predecessors, instance.successors, cut, c, ~inside))
+        moves.extend(_chain(costs.graph.predecessors, costs.graph.successors, cut, c, ~inside))
     for c in ready[:_SWAPS]:
-        moves.extend(cut ^ (1 << d) ^ (1 << c) for d in last[:_SWAPS] if d not in instance.predecessors[c])
+        moves.extend(cut ^ (1 << d) ^ (1 << c) for d in last[:_SWAPS] if d not in costs.graph.predecessors[c])
     return moves
 
 
-def _flags(cut: int, classes: int) -> NDArray[np.bool_]:
-    data = np.frombuffer(cut.to_bytes((classes + 7) // 8, "little"), dtype=np.uint8)
-    return np.unpackbits(data, bitorder="little")[:classes].astype(bool)
-
-
 def _ready(edges: Ints, inside: NDArray[np.bool_]) -> list[int]:
-    """Classes outside with everything before them inside; those with something before them first."""
+    """Units outside with all their sources inside; those that have sources come first."""
     source, target = edges[:, 0], edges[:, 1]
     missing = np.bincount(target[~inside[source]], minlength=len(inside))
     before = np.bincount(target, minlength=len(inside))
@@ -119,7 +100,7 @@ def _ready(edges: Ints, inside: NDArray[np.bool_]) -> list[int]:
 def _chain(
     after: Sequence[Sequence[int]], before: Sequence[Sequence[int]], cut: int, start: int, inside: NDArray[np.bool_]
 ) -> list[int]:
-    """Flip a class, then what becomes free by that, up to a few classes."""
+    """Downsets with one unit flipped, then also the units that this makes free, up to a few units."""
     flipped = {start}
     chain = [cut ^ (1 << start)]
     current = start

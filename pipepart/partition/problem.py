@@ -1,4 +1,4 @@
-"""What the partitioner is asked: ops with their costs, the devices in pipeline order, the links, the memory."""
+"""The problem of the partitioner: ops with their costs, devices in pipeline order, links and memory."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipepart.cost.given import GivenDevice, GivenGraph
 from pipepart.errors import PartitionError
 
-__all__ = ["RECOMPUTE", "Device", "Link", "Problem", "Tensor"]
+__all__ = ["RECOMPUTE", "Device", "Link", "Problem", "Tensor", "given_problem"]
 
 Floats = NDArray[np.float64]
 
 RECOMPUTE = ("none", "full")
-"""What a chunk can do with what it saves for backward: keep it, or keep its inputs and run its forward again."""
+"""A chunk keeps the tensors that it saves for backward, or keeps its inputs and runs its forward again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """One device of the pipeline. ``speed`` divides the times of the problem; ``forward``/``backward`` replace them."""
+    """One device of the pipeline. ``speed`` divides the times of the problem; ``forward`` and ``backward`` replace them."""
 
     name: str = "device"
     speed: float = 1.0
     memory: float = math.inf
     """Bytes that a stage on this device may use."""
     forward: Floats | None = None
-    """Seconds per op on this device, where a speed is not enough; infinite where the device cannot run the op."""
+    """Seconds per op on this device, if a speed is not enough; infinite for an op that the device cannot run."""
     backward: Floats | None = None
     communicates: bool = True
-    """False: this device pays nothing for what it receives and sends (a host that owns the memory)."""
+    """Whether this device pays for tensors that it receives and sends; False for a host that owns the memory."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What it takes to bring a tensor over a cut: ``latency + bytes / bandwidth`` seconds, each way."""
+    """A link over a cut: a tensor takes ``latency + bytes / bandwidth`` seconds, each way."""
 
     bandwidth: float = math.inf
     latency: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """Time of one message; nothing to send takes no time."""
+        """Time of one message; an empty message takes no time."""
         return self.latency + size / self.bandwidth if size > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A hyperedge: the ops that make or use one tensor. Every chunk that shares it with another chunk pays once."""
+    """The ops that make or use one tensor (a hyperedge). Every chunk that shares it with another chunk pays once."""
 
     ops: tuple[int, ...]
     size: float
@@ -60,7 +61,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model to cut, as arrays over its ops in program order (a topological order), and where it shall run."""
+    """A model as arrays over its ops in program order (a topological order), and the devices that it runs on."""
 
     forward: Floats
     """Seconds per op and micro-batch."""
@@ -79,33 +80,37 @@ class Problem:
     gradient_bytes: Floats | None = None
     """Bytes of the gradient of an op's output; ``None``: as large as the output, if the problem has any backward."""
     tensors: tuple[Tensor, ...] | None = None
-    """The traffic given by itself (published graphs); ``None``: one tensor per op that has users."""
+    """Tensors that can cross cuts, for published graphs; ``None``: one tensor per op that has users."""
     devices: tuple[Device, ...] = (Device(),)
     """One for all, or one per stage in pipeline order."""
     placement: tuple[int, ...] | None = None
-    """Chunk -> stage; ``None``: chunk c is on stage c."""
+    """Stage of each chunk; ``None``: chunk c is on stage c."""
     any_order: bool = False
-    """The devices are a pool: the search also chooses which device takes which place in the pipeline."""
+    """Whether the devices are a pool, whose order in the pipeline the search chooses."""
     fewer: bool = False
-    """Chunks (and devices) may stay unused."""
+    """Whether chunks (and devices) may stay unused."""
     links: tuple[Link, ...] = (Link(),)
-    """One for all, or one per cut between neighbouring chunks. A chunk receives over the link before it and sends
-    over the link after it."""
+    """One for all, or one per cut between neighbouring chunks.
+
+    A chunk receives over the link before it and sends over the link after it.
+    """
     overlap: bool = False
-    """True: communication runs beside the compute (load = the larger one); False: it adds to the load."""
+    """Whether communication runs beside the compute (load = the larger one) instead of adding to the load."""
     state_factor: float = 1.0
     """Bytes held per parameter byte: weights, gradients and optimizer state (4 for fp32 with Adam)."""
     in_flight: str | tuple[int, ...] = "none"
-    """Micro-batches whose saved bytes a chunk holds at once: per chunk, or by rule: ``none`` (0), ``one``, ``gpipe``
-    (all), ``1f1b`` (as many as chunks from here to the end, at most all)."""
+    """Micro-batches whose saved bytes a chunk holds at once: a number per chunk, or a rule.
+
+    Rules are ``none`` (0), ``one``, ``gpipe`` (all) and ``1f1b`` (the number of chunks from here to the end).
+    """
     reserved_bytes: float = 0.0
     """Bytes of every stage that are not for the model: buffers, workspaces, the runtime."""
     recompute: tuple[str, ...] = ("none",)
-    """What chunks may do, of `RECOMPUTE`; the cheapest one that fits is taken."""
+    """Allowed values of `RECOMPUTE`; each chunk takes the cheapest one that fits."""
     reduce_seconds: float = 0.0
     """Seconds per parameter byte for the sum of gradients over replicas, spread over the micro-batches."""
     names: tuple[str, ...] = field(default=(), repr=False)
-    """Names of the ops for messages."""
+    """Names of the ops for errors."""
 
     def __post_init__(self) -> None:
         sizes = {}
@@ -151,19 +156,16 @@ class Problem:
 
     @property
     def ops(self) -> int:
-        """How many ops there are."""
+        """Number of ops."""
         return len(self.forward)
 
     def name(self, op: int) -> str:
-        """An op as messages call it."""
+        """The name of an op in errors."""
         return repr(self.names[op]) if 0 <= op < len(self.names) else f"op {op}"
 
-    def traffic(self) -> tuple[Tensor, ...]:
-        """All tensors that could cross a cut: one per op with users, unless they were given."""
-        return self._traffic
-
     @cached_property
-    def _traffic(self) -> tuple[Tensor, ...]:
+    def traffic(self) -> tuple[Tensor, ...]:
+        """All tensors that can cross a cut: one per op with users, unless they were given."""
         if self.tensors is not None:
             return self.tensors
         gradients = self.gradient_bytes
@@ -178,14 +180,31 @@ class Problem:
             if self.output_bytes[op] > 0
         )
 
+    def stage(self, chunk: int) -> int:
+        """The stage of a chunk."""
+        return self.placement[chunk] if self.placement is not None else chunk
+
     def device(self, chunk: int) -> int:
-        """Index of the device of a chunk (where the order is not free)."""
-        stage = self.placement[chunk] if self.placement is not None else chunk
-        return stage if len(self.devices) > 1 else 0
+        """Index of the device of a chunk, if the order of the devices is fixed."""
+        return self.stage(chunk) if len(self.devices) > 1 else 0
+
+    @cached_property
+    def device_kinds(self) -> list[int]:
+        """Kind of each device: devices with the same times have the same kind."""
+        seen: dict[tuple[float, int, int], int] = {}
+        return [seen.setdefault((d.speed, id(d.forward), id(d.backward)), len(seen)) for d in self.devices]
+
+    def room(self, device: int) -> float:
+        """Bytes of a device that the model may use."""
+        return self.devices[device].memory - self.reserved_bytes
 
     def link(self, cut: int) -> Link:
         """The link between chunk ``cut`` and the next one."""
         return self.links[cut] if len(self.links) > 1 else self.links[0]
+
+    def different_links(self, chunks: int) -> list[Link]:
+        """The different links between this many chunks."""
+        return list(dict.fromkeys(self.link(cut) for cut in range(max(chunks - 1, 1))))
 
     def held(self, chunk: int, chunks: int, microbatches: int) -> int:
         """Micro-batches whose saved bytes the chunk holds at once."""
@@ -202,7 +221,7 @@ class Problem:
         return forward, backward + self.parameter_bytes * self.reduce_seconds
 
     def fits_chunks(self, chunks: int) -> None:
-        """Raise where devices, links or in-flight numbers were given for another number of chunks."""
+        """Raise an error if devices, links or in-flight numbers are for another number of chunks."""
         placement = self.placement if self.placement is not None else tuple(range(chunks))
         if len(placement) != chunks:
             raise PartitionError(f"partition: placement names {len(placement)} chunks; expected {chunks}")
@@ -221,9 +240,51 @@ class Problem:
 
 
 def _array(name: str, value: ArrayLike | Sequence[float]) -> Floats:
-    """A float array of non-negative numbers that nobody can change."""
+    """A read-only float array of non-negative numbers."""
     array = np.array(value, dtype=np.float64)
     if array.ndim != 1 or not bool(np.all(array >= 0)) or not bool(np.all(np.isfinite(array))):
         raise PartitionError(f"partition: {name} must be a list of finite numbers >= 0")
     array.setflags(write=False)
     return array
+
+
+def given_problem(graph: GivenGraph, *, host: bool = True, link: Link | None = None) -> Problem:
+    """The problem of a published graph, on the devices of its file, or on equal ones without a limit.
+
+    ``host`` also offers the device that is not an accelerator. If the file gives the cost of tensors, each chunk pays
+    it; else ``link`` determines the cost (by default none).
+    """
+    costs = graph.costs
+    backward = np.array(costs.backward)
+    devices: tuple[Device, ...] = (Device(),)
+    if graph.devices:
+        offered = [d for d in graph.devices if host or d.communicates]
+        devices = tuple(device for d in offered for device in [_device(d, backward > 0)] * d.count)
+    if not host and devices[0].forward is not None:
+        devices = devices[:1]
+    return Problem(
+        forward=np.array(costs.forward),
+        backward=backward,
+        parameter_bytes=np.array(costs.parameter_bytes),
+        saved_bytes=np.array(costs.saved_bytes),
+        output_bytes=np.array(costs.output_bytes),
+        edges=graph.edges,
+        colocated=graph.colocated,
+        tensors=None if graph.tensors is None else tuple(Tensor(t.ops, t.size) for t in graph.tensors),
+        links=(link or Link(math.inf if graph.tensors is None else 1.0),),
+        devices=devices,
+        any_order=len(devices) > 1,
+        fewer=bool(graph.devices),
+        names=costs.names,
+    )
+
+
+def _device(given: GivenDevice, backward: np.ndarray) -> Device:
+    seconds = np.array(given.seconds)
+    return Device(
+        name=given.name,
+        memory=given.memory,
+        forward=np.where(backward, 0.0, seconds),
+        backward=np.where(backward, seconds, 0.0),
+        communicates=given.communicates,
+    )

@@ -1,26 +1,31 @@
-"""The answer of the partitioner, and the plain arithmetic that says what a given cut costs."""
+"""Partitions: the result of the search, simple ones to compare with, and the costs of their chunks by definition."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipepart.partition.problem import Problem
-from pipepart.partition.recompute import recomputed
+import numpy as np
+from numpy.typing import NDArray
+
+from pipepart.partition.problem import RECOMPUTE, Problem
+from pipepart.partition.units import unit_graph
+
+__all__ = ["ChunkCost", "Partition", "baselines", "chunk_costs", "fitting_recompute", "make_partition", "recomputed"]
+
+Floats = NDArray[np.float64]
 
 _EQUAL = 1e-10
-"""The search counts in whole ticks of about 2**-52 of the model: bound and bottleneck are equal up to this."""
-
-__all__ = ["ChunkCost", "Partition", "chunk_costs", "fitting_recompute", "make_partition"]
+"""Relative difference up to which bound and bottleneck are equal: the search counts in ticks of 2**-52 of the model."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Which op is in which chunk, what each chunk then costs, and how far from the best possible this can be."""
+    """The chunk of each op, the costs of each chunk, and the distance from the optimum."""
 
     chunk_of: tuple[int, ...]
-    """Op -> chunk; never decreasing along an edge."""
+    """Chunk of each op; it never decreases along an edge."""
     loads: tuple[float, ...]
     """Seconds per chunk and micro-batch: compute and communication."""
     bottleneck: float
@@ -28,15 +33,15 @@ class Partition:
     lower_bound: float
     """No partition into this many chunks has a smaller bottleneck."""
     gap: float
-    """``(bottleneck - lower_bound) / lower_bound``: what could still be won, at most."""
+    """``(bottleneck - lower_bound) / lower_bound``: the most that a better partition could save."""
     proved: bool
-    """The bottleneck is the smallest possible one."""
+    """Whether the bottleneck is proved to be the smallest possible one."""
     method: str
-    """How it was found."""
+    """Name of the search that found it."""
     devices: tuple[int, ...]
-    """Chunk -> index of its device in the problem."""
+    """Index of the device of each chunk in the problem."""
     recompute: tuple[str, ...]
-    """Per chunk: ``none`` or ``full``."""
+    """Recomputation of each chunk: ``none`` or ``full``."""
     traffic: tuple[float, ...]
     """Bytes per micro-batch that each chunk receives from earlier chunks, with the gradients that it sends back."""
     memory: tuple[float, ...]
@@ -47,22 +52,17 @@ class Partition:
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are."""
+        """Number of chunks."""
         return len(self.loads)
 
     def ops_of(self, chunk: int) -> tuple[int, ...]:
         """The ops of a chunk in program order."""
         return tuple(op for op, c in enumerate(self.chunk_of) if c == chunk)
 
-    @property
-    def step_estimate(self) -> float:
-        """``sum of loads + (m - 1) * largest load``: the surrogate of the step time that the search works with."""
-        return math.fsum(self.loads) + (self.microbatches - 1) * self.bottleneck
-
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """One chunk, in seconds and bytes, before the choice whether it recomputes."""
+    """Seconds and bytes of one chunk, before the choice whether it recomputes."""
 
     forward: float
     backward: float
@@ -70,7 +70,7 @@ class ChunkCost:
     received_bytes: float
     """Activations that arrive from earlier chunks, per micro-batch."""
     traffic_bytes: float
-    """The same with the gradients that go back."""
+    """Activations that arrive and the gradients that go back for them."""
     state_bytes: float
     saved_bytes: float
 
@@ -87,7 +87,7 @@ class ChunkCost:
 
 
 def chunk_costs(problem: Problem, chunk_of: Sequence[int], devices: Sequence[int]) -> tuple[ChunkCost, ...]:
-    """The costs of every chunk, straight from the definition."""
+    """The costs of every chunk, by definition."""
     chunks = len(devices)
     members: list[list[int]] = [[] for _ in range(chunks)]
     for op, chunk in enumerate(chunk_of):
@@ -95,7 +95,7 @@ def chunk_costs(problem: Problem, chunk_of: Sequence[int], devices: Sequence[int
     communication: list[list[float]] = [[] for _ in range(chunks)]
     received: list[list[float]] = [[] for _ in range(chunks)]
     traffic: list[list[float]] = [[] for _ in range(chunks)]
-    for tensor in problem.traffic():
+    for tensor in problem.traffic:
         users = sorted({chunk_of[op] for op in tensor.ops})
         if len(users) < 2 or tensor.size + tensor.gradient <= 0:
             continue
@@ -124,36 +124,52 @@ def chunk_costs(problem: Problem, chunk_of: Sequence[int], devices: Sequence[int
     return tuple(costs)
 
 
+def recomputed(
+    forward: Mapping[int, float],
+    saving: Mapping[int, float],
+    needed: Callable[[Collection[int]], float],
+    limit: float,
+) -> set[int]:
+    """The chunks of one stage that recompute; they share its memory.
+
+    They change to recomputation one by one, the one that saves most per second of extra work first, until the stage
+    fits. ``forward`` holds the seconds of extra work of each chunk, ``saving`` the bytes that each saves alone;
+    ``needed`` returns the bytes of the stage if some of its chunks recompute.
+    """
+    chosen: set[int] = set()
+    for chunk in sorted(forward, key=lambda c: (forward[c] / max(saving[c], 1e-30), c)):
+        if needed(chosen) <= limit:
+            break
+        if saving[chunk] > 0:
+            chosen.add(chunk)
+    return chosen
+
+
 def fitting_recompute(
     problem: Problem, costs: Sequence[ChunkCost], devices: Sequence[int], microbatches: int
 ) -> tuple[str, ...]:
-    """Per chunk the cheapest kind of recomputation with which its stage fits; the most saving one where none does."""
-    chunks = len(devices)
-    held = [problem.held(chunk, chunks, microbatches) for chunk in range(chunks)]
-    kinds = [min(problem.recompute, key=("none", "full").index)] * chunks
-    if "full" in problem.recompute and kinds[0] == "none":
-        for stage in sorted({_stage(problem, chunk) for chunk in range(chunks)}):
-            mine = [chunk for chunk in range(chunks) if _stage(problem, chunk) == stage]
+    """The cheapest recomputation of each chunk with which its stage fits, or comes nearest to it."""
+    chunks = range(len(devices))
+    if "full" not in problem.recompute or "none" not in problem.recompute:
+        return (problem.recompute[0],) * len(devices)
+    memory = {
+        kind: [cost.memory(problem.held(chunk, len(devices), microbatches), kind) for chunk, cost in enumerate(costs)]
+        for kind in RECOMPUTE
+    }
+    chosen: set[int] = set()
+    for stage in sorted({problem.stage(chunk) for chunk in chunks}):
+        mine = [chunk for chunk in chunks if problem.stage(chunk) == stage]
 
-            def memory(chunk: int, again: bool) -> float:
-                return costs[chunk].memory(held[chunk], "full" if again else "none")
+        def needed(again: Collection[int], mine: Sequence[int] = mine) -> float:
+            return math.fsum(memory["full" if chunk in again else "none"][chunk] for chunk in mine)
 
-            def needed(again: Collection[int], mine: Sequence[int] = mine) -> float:
-                return math.fsum(memory(chunk, chunk in again) for chunk in mine)
-
-            chosen = recomputed(
-                {chunk: costs[chunk].forward for chunk in mine},
-                {chunk: memory(chunk, False) - memory(chunk, True) for chunk in mine},
-                needed,
-                problem.devices[devices[mine[0]]].memory - problem.reserved_bytes,
-            )
-            for chunk in chosen:
-                kinds[chunk] = "full"
-    return tuple(kinds)
-
-
-def _stage(problem: Problem, chunk: int) -> int:
-    return problem.placement[chunk] if problem.placement is not None else chunk
+        chosen |= recomputed(
+            {chunk: costs[chunk].forward for chunk in mine},
+            {chunk: memory["none"][chunk] - memory["full"][chunk] for chunk in mine},
+            needed,
+            problem.room(devices[mine[0]]),
+        )
+    return tuple("full" if chunk in chosen else "none" for chunk in chunks)
 
 
 def make_partition(
@@ -162,11 +178,10 @@ def make_partition(
     devices: Sequence[int],
     *,
     microbatches: int,
-    lower_bound: float,
     method: str,
-    seconds: float = 0.0,
+    lower_bound: float = 0.0,
 ) -> Partition:
-    """A `Partition` with all its numbers, computed from the definition (and not from what a search believed)."""
+    """A `Partition` with all its numbers, computed from the definition and not from the numbers of a search."""
     costs = chunk_costs(problem, chunk_of, devices)
     recompute = fitting_recompute(problem, costs, devices, microbatches)
     loads = tuple(cost.load(problem.overlap, kind) for cost, kind in zip(costs, recompute))
@@ -190,5 +205,56 @@ def make_partition(
             for chunk, (cost, kind) in enumerate(zip(costs, recompute))
         ),
         microbatches=microbatches,
-        seconds=seconds,
     )
+
+
+def baselines(problem: Problem, chunks: int, *, microbatches: int = 1) -> Mapping[str, Partition]:
+    """Simple partitions to compare with: slices of the program order, without regard to traffic or memory.
+
+    Chunks have the same number of ops (``even``), the same parameter bytes (``parameters``), or the same forward time,
+    the cost nearest to FLOPs (``flops``); ``greedy`` fills a chunk up to the mean time, then starts the next.
+    """
+    problem.fits_chunks(chunks)
+    graph = unit_graph(problem)
+    graph.require(chunks)
+    weights = {
+        "even": graph.sums(np.ones(problem.ops)),
+        "parameters": graph.sums(problem.parameter_bytes),
+        "flops": graph.sums(problem.forward),
+    }
+    found = {name: _proportional(weight, chunks) for name, weight in weights.items()}
+    found["greedy"] = _greedy(graph.sums(problem.forward + problem.backward), chunks)
+    devices = [chunk if problem.any_order else problem.device(chunk) for chunk in range(chunks)]
+    partitions = {}
+    for name, cuts in found.items():
+        chunk_of = np.repeat(np.arange(chunks), np.diff(cuts))
+        partitions[name] = make_partition(
+            problem, chunk_of[list(graph.unit_of)].tolist(), devices, microbatches=microbatches, method=name
+        )
+    return partitions
+
+
+def _proportional(weight: Floats, chunks: int) -> list[int]:
+    """Cuts where the running sum comes nearest to each multiple of the mean, with no empty chunk."""
+    sums = np.concatenate(([0.0], np.cumsum(weight)))
+    cuts = [0]
+    for chunk in range(1, chunks):
+        goal = sums[-1] * chunk / chunks
+        first, last = cuts[-1] + 1, len(weight) - (chunks - chunk)
+        cuts.append(first + int(np.argmin(np.abs(sums[first : last + 1] - goal))))
+    return [*cuts, len(weight)]
+
+
+def _greedy(weight: Floats, chunks: int) -> list[int]:
+    """Cuts where a chunk would pass the mean of the weight that is left for it and the chunks after it."""
+    n = len(weight)
+    cuts = [0]
+    for chunk in range(chunks - 1):
+        goal = float(weight[cuts[-1] :].sum()) / (chunks - chunk)
+        end = cuts[-1] + 1
+        filled = float(weight[cuts[-1]])
+        while end < n - (chunks - chunk - 1) and filled + float(weight[end]) <= goal:
+            filled += float(weight[end])
+            end += 1
+        cuts.append(end)
+    return [*cuts, n]

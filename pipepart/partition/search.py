@@ -1,9 +1,9 @@
-"""The smallest bottleneck over all ways through a set of states, exactly.
+"""The smallest bottleneck over all paths through a set of states, exactly.
 
-States are downsets of the DAG (for a linear order: its prefixes). A chunk is the difference of two nested states. For
-each node of the route (how many chunks are done) the search holds the best bottleneck with which each state can be
-reached. Only states with a plausible amount of work at that node are looked at: with a limit ``T`` on the bottleneck,
-after ``s`` equal chunks at most ``s * T`` of the work is done and at most ``(p - s) * T`` is left.
+States are downsets of the graph of units (for a linear order: its prefixes). A chunk is the difference of two nested
+states. For each node of `DeviceOrders` (the devices used so far) the search holds the best bottleneck with which each
+state can be reached. It looks only at states with a plausible amount of work at that node: with a limit ``T`` on the
+bottleneck, after ``s`` equal chunks at most ``s * T`` of the work is done and at most ``(p - s) * T`` is left.
 
     work done   0 ........ T ....... 2T ....... 3T ........ all
     s = 1       [   window   ]
@@ -13,59 +13,89 @@ after ``s`` equal chunks at most ``s * T`` of the work is done and at most ``(p 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
-from pipepart.partition.instance import NEVER, Ints, Position
-from pipepart.partition.route import Node, Route
-from pipepart.partition.table import Table, blocks
+from pipepart.partition.device_orders import DeviceOrders, DevicesUsed, Place
+from pipepart.partition.unit_costs import NEVER, Ints
 
 __all__ = ["Found", "States", "best_path", "pairs_to_try"]
 
+Range = tuple[int, int]
+
 _MOST_IN_TABLE = 8_000_000
 _SQUARE_BITS = 22
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The chunks with a load of at most ``limit``, sorted by target."""
+
+    limit: int
+    sources: Range
+    """Range of states that chunks start from."""
+    targets: Range
+    """Range of states that they end at."""
+    source: Ints
+    target: Ints
+    load: Ints
+    traffic: Ints
+
+    def covers(self, limit: int, sources: Range, targets: Range) -> bool:
+        """Whether the table holds all chunks of a search under this limit between these ranges."""
+        return (
+            limit <= self.limit
+            and self.sources[0] <= sources[0]
+            and sources[1] <= self.sources[1]
+            and self.targets[0] <= targets[0]
+            and targets[1] <= self.targets[1]
+        )
 
 
 class States(Protocol):
     """A set of downsets, sorted by work (and a subset before its supersets): the first is empty, the last is all."""
 
     work: Ints
-    """State -> ticks of its classes on the fastest device."""
+    """Ticks of the units of each state on the fastest device."""
 
     tables: dict[object, Table]
-    """Loads that searches before have computed."""
+    """Loads that earlier searches have computed."""
 
     complete: bool
-    """These are all downsets: the best path over them is the best one there is."""
+    """These are all downsets, so the best path over them is optimal."""
 
     def loads(
-        self, sources: Ints, targets: Ints, position: Position, limit: int, *, traffic: bool = True
+        self, sources: Ints, targets: Ints, place: Place, limit: int, *, traffic: bool = True
     ) -> tuple[Ints, Ints]:
-        """Load of the chunk between each source and each target (`NEVER` if above the limit or invalid), and what it
-        receives, if that is asked for."""
+        """Load of the chunk between each source and each target, and its traffic if that is asked for.
+
+        A chunk that is above the limit or not allowed has the load `NEVER`.
+        """
         ...
 
     def members(self, state: int) -> Ints:
-        """The classes of a state."""
+        """Units of a state."""
         ...
 
     def cut_costs(self) -> Ints:
-        """State -> bytes that cross its border."""
+        """Bytes that cross the border of each state."""
         ...
 
 
 @dataclass(frozen=True)
 class Found:
-    """A way through the states."""
+    """A path through the states."""
 
     loads: tuple[int, ...]
     traffic: int
     path: tuple[int, ...]
     """States from the empty one to the full one."""
-    positions: tuple[Position, ...]
+    places: tuple[Place, ...]
 
     @property
     def bottleneck(self) -> int:
@@ -82,19 +112,19 @@ class _Front:
 
 
 def best_path(
-    states: States, route: Route, limit: int, *, goal: str = "bottleneck", widest: int = 1 << 40
+    states: States, devices: DeviceOrders, limit: int, *, goal: str = "bottleneck", widest: int = 1 << 40
 ) -> Found | None:
     """The best path without any chunk above ``limit`` ticks.
 
-    ``goal``: the smallest ``bottleneck``, the least ``traffic``, or the best ``balance`` (least sum of squared loads).
-    ``None`` proves that there is none (unless windows were thinned to ``widest`` states).
+    ``goal`` is the smallest ``bottleneck``, the least ``traffic``, or the best ``balance`` (least sum of squared loads).
+    ``None`` proves that there is no path, unless windows were thinned to ``widest`` states.
     """
     work = states.work
-    tables = _shared_tables(states, route, limit)
-    fronts: list[_Front] = [_empty() for _ in route.nodes]
+    tables = _shared_tables(states, devices, limit)
+    fronts: list[_Front] = [_empty() for _ in devices.nodes]
     fronts[0] = _Front(*(np.zeros(1, np.int64) for _ in range(4)))
     last = len(work) - 1
-    for number, node in enumerate(route.nodes):
+    for number, node in enumerate(devices.nodes):
         if not node.before:
             continue
         low, high = _window(work, node, limit)
@@ -107,53 +137,77 @@ def best_path(
         if thin:
             targets = _thin(targets, states.cut_costs(), widest)
         merged = _empty()
-        for before, position in node.before:
+        for before, place in node.before:
             front = fronts[before]
             if not len(front.index) or not len(targets):
                 continue
-            table = tables.get(position.terms)
-            if table is not None and not thin and route.nodes[before].before and node.left > 0:
+            table = tables.get(place.terms)
+            if table is not None and not thin and devices.nodes[before].before and node.left > 0:
                 window = int(targets[0]), int(targets[-1]) + 1
                 step = _step_by_table(table, len(work), front, window, limit, before, goal)
             else:
-                step = _step(states, front, targets, position, limit, before, goal)
+                step = _step(states, front, targets, place, limit, before, goal)
             merged = _merge(merged, step)
         fronts[number] = merged
     best: tuple[int, int, int] | None = None
-    for number, node in enumerate(route.nodes):
+    for number, node in enumerate(devices.nodes):
         if node.final:
             at = np.flatnonzero(fronts[number].index == last)
             if len(at) and (best is None or int(fronts[number].value[at[0]]) < best[0]):
                 best = (int(fronts[number].value[at[0]]), number, int(at[0]))
     if best is None:
         return None
-    return _trace(states, route, fronts, best[1], best[2])
+    return _trace(states, devices, fronts, best[1], best[2])
 
 
-def pairs_to_try(states: States, route: Route, limit: int) -> int:
-    """How many chunks the search would have to look at under a limit, at most."""
-    windows = [_window(states.work, node, limit) for node in route.nodes]
-    seen: dict[object, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
-    for node, window in zip(route.nodes, windows):
-        for before, position in node.before:
-            seen.setdefault(position.terms, []).append((windows[before], window))
+def pairs_to_try(states: States, devices: DeviceOrders, limit: int) -> int:
+    """Upper bound of the number of chunks that the search looks at under a limit."""
     total = 0
-    for uses in seen.values():
-        each = sum(_pairs(states.work, *use, limit) for use in uses)
-        sources = min(use[0][0] for use in uses), max(use[0][1] for use in uses)
-        targets = min(use[1][0] for use in uses), max(use[1][1] for use in uses)
-        total += min(each, 2 * _pairs(states.work, sources, targets, limit))
+    for uses in _uses(states.work, devices, limit).values():
+        each = sum(_pairs(states.work, use.sources, use.targets, limit) for use in uses)
+        total += min(each, 2 * _pairs(states.work, *_span(uses), limit))
     return total
 
 
-def _pairs(work: Ints, sources: tuple[int, int], targets: tuple[int, int], limit: int) -> int:
+@dataclass(frozen=True)
+class _Use:
+    """One use of the loads of a place: a range of states that chunks start from, and one that they end at."""
+
+    sources: Range
+    targets: Range
+    place: Place
+    inner: bool
+    """Neither the first nor the last chunk."""
+
+
+def _uses(work: Ints, devices: DeviceOrders, limit: int) -> dict[object, list[_Use]]:
+    """All uses of places, by the terms that their loads depend on."""
+    windows = [_window(work, node, limit) for node in devices.nodes]
+    uses: dict[object, list[_Use]] = {}
+    for node, window in zip(devices.nodes, windows):
+        for before, place in node.before:
+            inner = bool(devices.nodes[before].before) and node.left > 0
+            uses.setdefault(place.terms, []).append(_Use(windows[before], window, place, inner))
+    return uses
+
+
+def _span(uses: Sequence[_Use]) -> tuple[Range, Range]:
+    """The ranges of sources and of targets that cover all uses."""
+    sources, targets = [use.sources for use in uses], [use.targets for use in uses]
+    return (
+        (min(a for a, _ in sources), max(b for _, b in sources)),
+        (min(a for a, _ in targets), max(b for _, b in targets)),
+    )
+
+
+def _pairs(work: Ints, sources: Range, targets: Range, limit: int) -> int:
     """Pairs of a source and a target with at most ``limit`` work between them."""
     source, target = work[slice(*sources)], work[slice(*targets)]
     touched = np.searchsorted(source, target, "right") - np.searchsorted(source, target - limit, "left")
     return int(np.maximum(touched, 0).sum())
 
 
-def _window(work: Ints, node: Node, limit: int) -> tuple[int, int]:
+def _window(work: Ints, node: DevicesUsed, limit: int) -> Range:
     """The range of states with a plausible amount of work at a node."""
     total = int(work[-1])
     slack = 1 + total * 1e-12
@@ -166,12 +220,25 @@ def _empty() -> _Front:
     return _Front(*(np.zeros(0, np.int64) for _ in range(4)))
 
 
-def _step(states: States, front: _Front, targets: Ints, position: Position, limit: int, node: int, goal: str) -> _Front:
-    """One more chunk: the best way to each target, in blocks of bounded size."""
+def _blocks(work: Ints, sources: Ints, targets: Ints, limit: int) -> Iterator[tuple[int, int, int, int]]:
+    """Ranges of sources and targets, of bounded size, that hold every pair with at most ``limit`` work between."""
+    source_work = work[sources]
+    start = 0
+    while start < len(targets):
+        first = int(np.searchsorted(source_work, work[targets[start]] - limit, "left"))
+        end = min(len(targets), start + max(1, _BLOCK // max(1, len(sources) - first)))
+        upto = int(np.searchsorted(source_work, work[targets[end - 1]], "right"))
+        if first < upto:
+            yield first, upto, start, end
+        start = end
+
+
+def _step(states: States, front: _Front, targets: Ints, place: Place, limit: int, node: int, goal: str) -> _Front:
+    """The best path to each target with one more chunk, in blocks of bounded size."""
     reach, value, parent = [], [], []
-    for first, upto, start, end in blocks(states.work, front.index, targets, limit):
+    for first, upto, start, end in _blocks(states.work, front.index, targets, limit):
         block = targets[start:end]
-        load, traffic = states.loads(front.index[first:upto], block, position, limit, traffic=goal == "traffic")
+        load, traffic = states.loads(front.index[first:upto], block, place, limit, traffic=goal == "traffic")
         cost = _cost(front.value[first:upto, None], load, traffic, limit, goal)
         choice = cost.argmin(axis=0)
         best = cost[choice, np.arange(len(block))]
@@ -186,7 +253,7 @@ def _step(states: States, front: _Front, targets: Ints, position: Position, limi
 
 
 def _cost(value: Ints, load: Ints, traffic: Ints, limit: int, goal: str) -> Ints:
-    """What a path costs with one more chunk; `NEVER` where the chunk is above the limit."""
+    """Cost of a path with one more chunk; `NEVER` where the chunk is above the limit."""
     if goal == "bottleneck":
         cost = np.maximum(value, load)
     elif goal == "traffic":
@@ -197,35 +264,31 @@ def _cost(value: Ints, load: Ints, traffic: Ints, limit: int, goal: str) -> Ints
     return np.where(load <= limit, np.minimum(cost, NEVER), NEVER)
 
 
-def _shared_tables(states: States, route: Route, limit: int) -> dict[object, Table]:
-    """Tables for positions that come back at many nodes over the same states, where that saves work."""
-    users: dict[object, list[tuple[tuple[int, int], tuple[int, int], Position]]] = {}
-    for node in route.nodes:
-        for before, position in node.before:
-            if route.nodes[before].before and node.left > 0:
-                windows = _window(states.work, route.nodes[before], limit), _window(states.work, node, limit)
-                users.setdefault(position.terms, []).append((*windows, position))
+def _shared_tables(states: States, devices: DeviceOrders, limit: int) -> dict[object, Table]:
+    """Tables for places that occur at many nodes over the same states, where that saves work."""
     tables: dict[object, Table] = {}
-    for terms, uses in users.items():
-        sources = min(use[0][0] for use in uses), max(use[0][1] for use in uses)
-        targets = min(use[1][0] for use in uses), max(use[1][1] for use in uses)
+    for terms, every in _uses(states.work, devices, limit).items():
+        uses = [use for use in every if use.inner]
+        if not uses:
+            continue
+        sources, targets = _span(uses)
         known = states.tables.get(terms)
         if known is not None and known.covers(limit, sources, targets):
             tables[terms] = known
             continue
         once = _pairs(states.work, sources, targets, limit)
-        each = sum(_pairs(states.work, use[0], use[1], limit) for use in uses)
+        each = sum(_pairs(states.work, use.sources, use.targets, limit) for use in uses)
         if 2 * once <= each and once <= _MOST_IN_TABLE:
-            tables[terms] = states.tables[terms] = _table(states, sources, targets, uses[0][2], limit)
+            tables[terms] = states.tables[terms] = _table(states, sources, targets, uses[0].place, limit)
     return tables
 
 
-def _table(states: States, sources: tuple[int, int], targets: tuple[int, int], position: Position, limit: int) -> Table:
-    """All chunks from a range of states to another one."""
+def _table(states: States, sources: Range, targets: Range, place: Place, limit: int) -> Table:
+    """The table of all chunks from a range of states to another one."""
     froms, tos = np.arange(*sources, dtype=np.int64), np.arange(*targets, dtype=np.int64)
     columns: list[list[Ints]] = [[], [], [], []]
-    for first, upto, start, end in blocks(states.work, froms, tos, limit):
-        load, traffic = states.loads(froms[first:upto], tos[start:end], position, limit)
+    for first, upto, start, end in _blocks(states.work, froms, tos, limit):
+        load, traffic = states.loads(froms[first:upto], tos[start:end], place, limit)
         column, row = np.nonzero((load <= limit).T)
         for values, part in zip(columns, (froms[first:upto][row], tos[start:end][column], load.T, traffic.T)):
             values.append(part if part.ndim == 1 else part[column, row])
@@ -233,10 +296,8 @@ def _table(states: States, sources: tuple[int, int], targets: tuple[int, int], p
     return Table(limit, sources, targets, source, target, load, traffic)
 
 
-def _step_by_table(
-    table: Table, states: int, front: _Front, window: tuple[int, int], limit: int, node: int, goal: str
-) -> _Front:
-    """One more chunk, with loads that are known already."""
+def _step_by_table(table: Table, states: int, front: _Front, window: Range, limit: int, node: int, goal: str) -> _Front:
+    """The same as `_step`, with loads from a table."""
     first, last = np.searchsorted(table.target, window, "left")
     source, target, load = table.source[first:last], table.target[first:last], table.load[first:last]
     value = np.full(states, NEVER, dtype=np.int64)
@@ -258,7 +319,7 @@ def _step_by_table(
 
 
 def _merge(a: _Front, b: _Front) -> _Front:
-    """Per state the better one of two ways; the first one if they are equal."""
+    """The better one of two paths per state; the first one if they are equal."""
     if not len(a.index):
         return b
     columns = [np.concatenate(pair) for pair in ((a.index, b.index), (a.value, b.value))]
@@ -279,21 +340,21 @@ def _thin(targets: Ints, cost: Ints, widest: int) -> Ints:
     return thin
 
 
-def _trace(states: States, route: Route, fronts: list[_Front], node: int, at: int) -> Found:
+def _trace(states: States, devices: DeviceOrders, fronts: list[_Front], node: int, at: int) -> Found:
     path: list[int] = []
-    positions: list[Position] = []
+    places: list[Place] = []
     while node:
         front = fronts[node]
         path.append(int(front.index[at]))
         before = int(front.parent_node[at])
-        positions.append(next(p for b, p in route.nodes[node].before if b == before))
+        places.append(next(p for b, p in devices.nodes[node].before if b == before))
         node, at = before, int(front.parent[at])
     path.append(0)
     path.reverse()
-    positions.reverse()
+    places.reverse()
     loads, traffic = [], 0
-    for source, target, position in zip(path, path[1:], positions):
-        load, moved = states.loads(np.array([source]), np.array([target]), position, NEVER)
+    for source, target, place in zip(path, path[1:], places):
+        load, moved = states.loads(np.array([source]), np.array([target]), place, NEVER)
         loads.append(int(load[0, 0]))
         traffic += int(moved[0, 0])
-    return Found(tuple(loads), traffic, tuple(path), tuple(positions))
+    return Found(tuple(loads), traffic, tuple(path), tuple(places))

@@ -1,4 +1,4 @@
-"""If nothing fits: by how much, on which stage, and what would fit."""
+"""The error for a problem that does not fit into memory: the stage, the missing bytes, and settings that would fit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 
 from pipepart.errors import PartitionError
-from pipepart.partition.instance import NEVER, Instance, Ints, Position, make_instance
-from pipepart.partition.linear import LinearStates
+from pipepart.partition.device_orders import Place, device_orders
+from pipepart.partition.linear_orders import LinearStates
 from pipepart.partition.problem import Problem
-from pipepart.partition.quotient import Quotient
-from pipepart.partition.route import make_route
 from pipepart.partition.search import best_path
+from pipepart.partition.unit_costs import NEVER, Ints, UnitCosts, make_unit_costs
+from pipepart.partition.units import UnitGraph
 
 __all__ = ["nothing_fits"]
 
@@ -21,40 +21,40 @@ _WIDEST = 600
 
 
 class _BytesOver(LinearStates):
-    """Slices of an order whose load is how many bytes they are over the limit (shifted, so that less is possible)."""
+    """Slices of the program order whose load is the bytes above the limit, shifted so that it is never negative."""
 
-    def __init__(self, instance: Instance) -> None:
-        super().__init__(instance, range(instance.classes))
-        self.work = np.zeros(instance.classes + 1, dtype=np.int64)
+    def __init__(self, costs: UnitCosts) -> None:
+        super().__init__(costs, range(costs.units))
+        self.work = np.zeros(costs.units + 1, dtype=np.int64)
 
     def loads(
-        self, sources: Ints, targets: Ints, position: Position, limit: int, *, traffic: bool = True
+        self, sources: Ints, targets: Ints, place: Place, limit: int, *, traffic: bool = True
     ) -> tuple[Ints, Ints]:
-        """Bytes over the limit of every slice; there is no traffic here."""
-        instance, sums = self.instance, self.prefixes
+        """Bytes above the limit of every slice, and no traffic."""
+        costs, sums = self.costs, self.sums
         state = sums.state[targets][None, :] - sums.state[sources][:, None]
         saved = sums.saved[targets][None, :] - sums.saved[sources][:, None]
-        needed = state + position.held * saved
-        if instance.recomputes and position.held:
-            again = state + saved + position.held * self._received(sources, targets, instance.received)
-            needed = np.minimum(needed, again) if instance.keeps else again
-        over = np.maximum(needed - min(position.limit, _SHIFT) + _SHIFT, 0)
-        valid = sums.counts[targets][None, :] > sums.counts[sources][:, None]
+        needed = state + place.held * saved
+        if costs.recomputes and place.held:
+            again = state + saved + place.held * self.received(sources, targets, costs.received)
+            needed = np.minimum(needed, again) if costs.keeps else again
+        over = np.maximum(needed - min(place.limit, _SHIFT) + _SHIFT, 0)
+        valid = sums.needed[targets][None, :] > sums.needed[sources][:, None]
         return np.where(valid, over, NEVER), np.zeros_like(over)
 
 
-def nothing_fits(problem: Problem, graph: Quotient, chunks: int, microbatches: int) -> PartitionError:
+def nothing_fits(problem: Problem, graph: UnitGraph, chunks: int, microbatches: int) -> PartitionError:
     """The error for a problem without any cut that fits into memory."""
     least = _least_over(problem, graph, chunks, microbatches)
     if least is None or least[0] <= 0:
-        # Memory is not what stands in the way: devices that cannot run some ops, or forced cuts.
+        # Memory suffices. Devices that cannot run some ops, or forced cuts, leave no partition.
         return PartitionError(
             f"partition: no cut into {chunks} chunks is possible on these devices: some ops cannot run where they "
             "would have to, or several chunks of a stage together do not fit; give other devices, fewer forced "
             "cuts, or more memory"
         )
     over, chunk, device = least
-    room = problem.devices[device].memory - problem.reserved_bytes
+    room = problem.room(device)
     advice = _advice(problem, graph, chunks, microbatches)
     return PartitionError(
         f"partition: found no cut into {chunks} chunks that fits into memory: at best chunk {chunk} on "
@@ -63,8 +63,8 @@ def nothing_fits(problem: Problem, graph: Quotient, chunks: int, microbatches: i
     )
 
 
-def _advice(problem: Problem, graph: Quotient, chunks: int, microbatches: int) -> str:
-    """Which of recomputation, smaller micro-batches and more stages would fit (each is tried on the program order)."""
+def _advice(problem: Problem, graph: UnitGraph, chunks: int, microbatches: int) -> str:
+    """Names those of recomputation, smaller micro-batches and more stages that would fit, tried on the program order."""
     options = []
     if "full" not in problem.recompute:
         full = dataclasses.replace(problem, recompute=(*problem.recompute, "full"))
@@ -91,25 +91,25 @@ def _advice(problem: Problem, graph: Quotient, chunks: int, microbatches: int) -
     )
 
 
-def _fits(problem: Problem, graph: Quotient, chunks: int, microbatches: int) -> bool:
+def _fits(problem: Problem, graph: UnitGraph, chunks: int, microbatches: int) -> bool:
     least = _least_over(problem, graph, chunks, microbatches)
     return least is not None and least[0] <= 0
 
 
-def _least_over(problem: Problem, graph: Quotient, chunks: int, microbatches: int) -> tuple[int, int, int] | None:
-    """Bytes over the limit, chunk and device, for the slices that are least over it."""
-    instance = make_instance(problem, graph, chunks, require_work=False)
-    route = make_route(problem, instance, chunks, microbatches)
-    states = _BytesOver(instance)
-    found = best_path(states, route, NEVER - 1, widest=_WIDEST)
+def _least_over(problem: Problem, graph: UnitGraph, chunks: int, microbatches: int) -> tuple[int, int, int] | None:
+    """Bytes above the limit, chunk and device, for the slices that need the least."""
+    costs = make_unit_costs(problem, graph, chunks, require_work=False)
+    devices = device_orders(problem, costs.slowness, chunks, microbatches)
+    states = _BytesOver(costs)
+    found = best_path(states, devices, NEVER - 1, widest=_WIDEST)
     if found is None:
         return None
     loads = [
-        int(states.loads(np.array([a]), np.array([b]), position, NEVER)[0][0, 0])
-        for a, b, position in zip(found.path, found.path[1:], found.positions)
+        int(states.loads(np.array([a]), np.array([b]), place, NEVER)[0][0, 0])
+        for a, b, place in zip(found.path, found.path[1:], found.places)
     ]
     worst = max(range(len(loads)), key=loads.__getitem__)
-    return loads[worst] - _SHIFT, worst, found.positions[worst].device
+    return loads[worst] - _SHIFT, worst, found.places[worst].device
 
 
 def _size(size: float) -> str:

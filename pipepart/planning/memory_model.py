@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph
-from pipepart.partition.recompute import recomputed
+from pipepart.partition.result import recomputed
 from pipepart.planning.chunk_traffic import ChunkTraffic, OutputTraffic
 from pipepart.planning.parameter_uses import ParameterUses
 from pipepart.planning.plan_parts import StageMemory

@@ -7,8 +7,7 @@ import re
 from pipepart.planning.describe import describe, format_seconds
 from pipepart.planning.plan import Plan
 from pipepart.report.message_paths import implied_receives
-from pipepart.schedule.gantt import gantt
-from pipepart.schedule.timeline import Event, Timeline
+from pipepart.schedule import Event, Timeline, gantt
 
 __all__ = ["gantt_text", "plan_text"]
 

@@ -20,7 +20,7 @@ from pipepart.runtime.replicas import ReplicaMean
 from pipepart.runtime.tail_run import TailStep
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
-from pipepart.schedule import Action, Message, Schedule, channels
+from pipepart.schedule import Action, Message, Schedule, messages_of
 
 __all__ = ["Executor", "StepInput"]
 
@@ -115,7 +115,10 @@ class Executor:
         """The messages of each pair of stages in order; worked out once for each schedule object."""
         if id(schedule) not in self._channels:
             backward = frozenset() if schedule.forward_only else self._routes.backward_pairs
-            self._channels[id(schedule)] = (schedule, channels(schedule, self._routes.forward_pairs, backward))
+            self._channels[id(schedule)] = (
+                schedule,
+                messages_of(schedule, self._routes.forward_pairs, backward).channels,
+            )
         return self._channels[id(schedule)][1]
 
 

@@ -1,20 +1,34 @@
-"""Schedule: action lists as data. Pure functions generate them, a validator proves them, a simulator times them.
+"""Schedule: lists of actions as data, with their proof, their messages and their times.
 
-Knows stages, chunks, micro-batches and their times. Knows nothing of models, tensors or processes.
+::
+
+    actions        Action, Message, Edges, Schedule: the data
+       |
+    torch_csv      schedules from and to files
+    generators     make_schedule(): gpipe, 1f1b, interleaved, zb_*, forward by name, or from a file
+       |
+    dependencies   ActionGraph: the actions that each action needs
+    messages       messages_of(): SEND and RECV of each stage; checks of explicit messages
+    validate       validate(): the proof of a schedule
+       |
+    chunk_costs    ChunkCosts: times of the actions; lower_bound() of the step
+    simulate       simulate(): schedule and costs to a timeline
+    timeline       Timeline: events with start and end, predicted or measured; critical path
+    comparison     gantt(), table(), picture(): timelines and schedules as text
+
+The package knows stages, chunks, micro-batches and their times. It must not know models, tensors or processes.
 """
 
 from __future__ import annotations
 
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule, looped_placement, v_placement
-from pipepart.schedule.chunk_times import ChunkCosts
-from pipepart.schedule.comparison import Row, compare, format_table, picture, table
-from pipepart.schedule.gantt import GANTT_LEGEND, gantt
-from pipepart.schedule.registry import SCHEDULES, ScheduleKind, make_schedule
+from pipepart.schedule.chunk_costs import ChunkCosts, lower_bound
+from pipepart.schedule.comparison import GANTT_LEGEND, Row, compare, format_table, gantt, picture, table
+from pipepart.schedule.generators import SCHEDULES, ScheduleKind, make_schedule
+from pipepart.schedule.messages import Messages, messages_of
 from pipepart.schedule.simulate import simulate, step_time
-from pipepart.schedule.step_bounds import lower_bound
 from pipepart.schedule.timeline import Event, Timeline
 from pipepart.schedule.torch_csv import from_csv, read_csv, read_program, to_csv, write_csv, write_program
-from pipepart.schedule.transfers import channels, pair_order, program
 from pipepart.schedule.validate import Validated, peak_activations, validate, validate_program
 
 __all__ = [
@@ -26,12 +40,12 @@ __all__ = [
     "Edges",
     "Event",
     "Message",
+    "Messages",
     "Row",
     "Schedule",
     "ScheduleKind",
     "Timeline",
     "Validated",
-    "channels",
     "compare",
     "format_table",
     "from_csv",
@@ -39,10 +53,9 @@ __all__ = [
     "looped_placement",
     "lower_bound",
     "make_schedule",
-    "pair_order",
+    "messages_of",
     "peak_activations",
     "picture",
-    "program",
     "read_csv",
     "read_program",
     "simulate",

@@ -1,4 +1,4 @@
-"""The words of a schedule: actions, the list of them per stage, and the edges along which chunks exchange data."""
+"""Actions, messages, the schedule as lists of actions, and the edges along which chunks exchange data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from functools import cached_property
 
 from pipepart.errors import ScheduleError
 
-__all__ = ["COMPUTE", "Action", "Edges", "Message", "Schedule", "looped_placement", "v_placement"]
+__all__ = ["COMPUTE", "MESSAGES", "Action", "Edges", "Message", "Schedule", "looped_placement", "v_placement"]
 
 COMPUTE = ("F", "B", "I", "W")
-"""The kinds that occupy a device: forward, full backward, and its two halves (input and weight gradient)."""
+"""Kinds of actions that occupy a device: forward, full backward, and its two halves (input and weight gradient)."""
+MESSAGES = ("SEND", "RECV")
+"""Kinds of actions that exchange a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,18 @@ class Action:
     payload: str | None = None
     """SEND and RECV: ``F`` an activation, ``B`` a gradient."""
 
+    @property
+    def message(self) -> Message:
+        """The message of a SEND or RECV: equal for its two ends."""
+        assert self.payload is not None
+        assert self.peer is not None
+        source, target = (self.chunk, self.peer) if self.kind == "SEND" else (self.peer, self.chunk)
+        return Message(self.payload, source, target, self.microbatch)
+
     def __str__(self) -> str:
-        if self.kind == "SEND":
-            return f"SEND {self.payload} {self.chunk}>{self.peer} .{self.microbatch}"
-        if self.kind == "RECV":
-            return f"RECV {self.payload} {self.peer}>{self.chunk} .{self.microbatch}"
+        if self.kind in MESSAGES:
+            ends = f"{self.chunk}>{self.peer}" if self.kind == "SEND" else f"{self.peer}>{self.chunk}"
+            return f"{self.kind} {self.payload} {ends} .{self.microbatch}"
         if self.kind == "REDUCE":
             return f"REDUCE {self.chunk}"
         return f"{self.kind}{self.chunk}.{self.microbatch}"
@@ -40,9 +49,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A tensor bundle on its way: ``source`` is the chunk that sends it, ``target`` the chunk that receives it.
+    """Tensors on their way: ``source`` is the chunk that sends them, ``target`` the chunk that receives them.
 
-    So the gradient that answers an activation sent from chunk 0 to chunk 1 is ``Message("B", 1, 0, k)``.
+    The gradient for an activation sent from chunk 0 to chunk 1 is ``Message("B", 1, 0, k)``.
     """
 
     payload: str
@@ -66,7 +75,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Edges:
-    """Which chunks exchange data, as pairs (earlier chunk, later chunk).
+    """The chunks that exchange data, as pairs (earlier chunk, later chunk).
 
     Activations go along ``forward``; gradients come back along ``backward``, a subset of it (an edge that carries
     only integers, or whose source needs no gradient, has none). Pairs that pass over chunks are skips. ``tied``
@@ -90,7 +99,7 @@ class Edges:
         backward: Iterable[tuple[int, int]] | None = None,
         tied: Iterable[Iterable[int]] = (),
     ) -> Edges:
-        """Checked edges: ``forward`` defaults to the chain, ``backward`` to ``forward``."""
+        """Edges after a check: ``forward`` defaults to the chain, ``backward`` to ``forward``."""
         forward_set = Edges.chain(chunks).forward if forward is None else frozenset(forward)
         backward_set = forward_set if backward is None else frozenset(backward)
         groups = tuple(tuple(sorted(set(group))) for group in tied)
@@ -111,7 +120,7 @@ class Edges:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage computes, in order. Communication follows from it (see `channels` and `program`)."""
+    """The compute actions of every stage, in order. The messages follow from them (see `messages_of`)."""
 
     name: str
     stages: int
@@ -119,11 +128,11 @@ class Schedule:
     placement: tuple[int, ...]
     """The stage of each chunk."""
     actions: tuple[tuple[Action, ...], ...] = field(repr=False)
-    """Per stage: its compute actions (``F``, and ``B`` or ``I`` and ``W``) in order."""
+    """Compute actions of each stage (``F``, and ``B`` or ``I`` and ``W``), in order."""
 
     @property
     def chunks(self) -> int:
-        """How many chunks there are in all."""
+        """Number of all chunks."""
         return len(self.placement)
 
     @cached_property
@@ -152,6 +161,6 @@ def looped_placement(stages: int, chunks: int) -> tuple[int, ...]:
 
 
 def v_placement(stages: int, chunks: int = 2) -> tuple[int, ...]:
-    """Down and up again: ``0 1 2 3 3 2 1 0``, so that neighbours at the turns need no link."""
+    """Chunks down and up again: ``0 1 2 3 3 2 1 0``, so that neighbours at the turns need no link."""
     down = tuple(range(stages))
     return tuple(stage for turn in range(chunks) for stage in (down if turn % 2 == 0 else down[::-1]))

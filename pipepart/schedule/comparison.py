@@ -1,4 +1,4 @@
-"""The schedules side by side, against the bound, and the picture of any of them. Pure text, for any terminal."""
+"""Timelines and comparisons of schedules as plain text, for any terminal."""
 
 from __future__ import annotations
 
@@ -7,14 +7,61 @@ from dataclasses import dataclass
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Schedule
-from pipepart.schedule.chunk_times import ChunkCosts
-from pipepart.schedule.gantt import GANTT_LEGEND, gantt
-from pipepart.schedule.registry import SCHEDULES, make_schedule
+from pipepart.schedule.chunk_costs import ChunkCosts, lower_bound
+from pipepart.schedule.generators import SCHEDULES, make_schedule
 from pipepart.schedule.simulate import simulate
-from pipepart.schedule.step_bounds import lower_bound
+from pipepart.schedule.timeline import Event, Timeline
 from pipepart.schedule.torch_csv import read_csv
 
-__all__ = ["Row", "compare", "format_table", "picture", "table"]
+__all__ = ["GANTT_LEGEND", "Row", "compare", "format_table", "gantt", "picture", "table"]
+
+
+GANTT_LEGEND = "0-9 forward of a micro-batch, A-Z its backward (or input half), a-z its weight half, ~ reduce, . idle"
+
+_COLORS = {"F": "34", "B": "32", "I": "36", "W": "33", "REDUCE": "35"}
+
+
+def _symbol(event: Event) -> str:
+    """One character for an action: digits repeat after 10 micro-batches, letters after 26."""
+    kind, k = event.action.kind, event.action.microbatch
+    if kind == "F":
+        return str(k % 10)
+    if kind == "REDUCE":
+        return "~"
+    return chr((ord("a") if kind == "W" else ord("A")) + k % 26)
+
+
+def gantt(timeline: Timeline, *, width: int = 100, unit: float | None = None, color: bool = False) -> str:
+    """The picture of a timeline. ``unit`` is the time of one column; without it the step fills ``width`` columns.
+
+    A column shows the action that runs in its middle, so actions shorter than a column can be missing; a smaller unit
+    shows them.
+    """
+    step = timeline.step_time
+    unit = unit or (step / max(width, 1) or 1.0)
+    columns = max(1, round(step / unit))
+    chunks_of = [{event.action.chunk for event in mine} for mine in timeline.compute]
+    rows: dict[tuple[int, int], list[str]] = {}
+    for stage in range(timeline.stages):
+        for chunk in sorted(chunks_of[stage]) or [-1]:
+            rows[stage, chunk] = ["."] * columns
+    for event in timeline.events:
+        if event.action.kind in ("SEND", "RECV"):
+            continue
+        row = rows[event.stage, event.action.chunk]
+        first = max(0, -int(-(event.start / unit - 0.5 + 1e-9) // 1))
+        last = min(columns - 1, -int(-(event.end / unit - 0.5 - 1e-9) // 1) - 1)
+        symbol = _symbol(event)
+        if color:
+            symbol = f"\x1b[{_COLORS[event.action.kind]}m{symbol}\x1b[0m"
+        for column in range(first, last + 1):
+            row[column] = symbol
+    several = any(len(chunks) > 1 for chunks in chunks_of)
+    lines = []
+    for (stage, chunk), row in rows.items():
+        label = f"stage {stage:>2} chunk {chunk:>2}" if several else f"stage {stage:>2}"
+        lines.append(f"{label}  {''.join(row)}")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -31,15 +78,20 @@ class Row:
     bubble: float
     """Idle part of all device time in one step."""
     steady_bubble: float
-    """The same over steps in a row without a barrier between them."""
+    """Idle part of all device time over consecutive steps without a barrier between them."""
     peak: float
     bound: float
-    """No order of this schedule's actions on its placement can take less."""
+    """Step time that no order of these actions on this placement can beat."""
 
     @property
     def over(self) -> float:
-        """How far the step is above the bound, as a part of it."""
+        """Distance of the step time from the bound, relative to the bound."""
         return self.step_time / self.bound - 1
+
+
+def _even(stages: int, chunks: int, ratio: tuple[float, float, float], send: float) -> ChunkCosts:
+    forward, inputs, weights = ratio
+    return ChunkCosts.even(stages, chunks, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
 
 
 def _row(name: str, schedule: Schedule, costs: ChunkCosts, ratio: tuple[float, float, float]) -> Row:
@@ -72,12 +124,9 @@ def compare(
 
     ``ratio`` is F : I : W of a stage, ``send`` the time of one message.
     """
-    forward, inputs, weights = ratio
     rows = []
     for count in chunks:
-        costs = ChunkCosts.even(
-            stages, count, forward=forward, backward_input=inputs, backward_weight=weights, send=send
-        )
+        costs = _even(stages, count, ratio, send)
         for name, kind in SCHEDULES.items():
             if name == "forward" or kind.fixed_chunks not in (None, count) or (name == "interleaved" and count == 1):
                 continue
@@ -142,25 +191,17 @@ def picture(
     color: bool = False,
 ) -> str:
     """The Gantt of a schedule over equal stages with its figures: by name (4 stages, 8 micro-batches), or from a file."""
-    forward, inputs, weights = ratio
-
-    def costs_for(count: int, held: int) -> ChunkCosts:
-        return ChunkCosts.even(count, held, forward=forward, backward_input=inputs, backward_weight=weights, send=send)
-
     if name.endswith(".csv"):
-        schedule = read_csv(name)
-        make_schedule(
-            name, stages=stages or schedule.stages, microbatches=microbatches or schedule.microbatches, chunks=chunks
-        )
+        schedule = read_csv(name, stages=stages, microbatches=microbatches, chunks=chunks)
     else:
-        p, m = stages or 4, microbatches or 8
-        schedule = make_schedule(name, stages=p, microbatches=m, chunks=chunks)
+        schedule = make_schedule(name, stages=stages or 4, microbatches=microbatches or 8, chunks=chunks)
     held, rest = divmod(schedule.chunks, schedule.stages)
     if rest:
         raise ScheduleError(
-            f"{schedule.name}: {schedule.chunks} chunks on {schedule.stages} stages are no equal stages to draw"
+            f"{schedule.name}: {schedule.chunks} chunks on {schedule.stages} stages; a picture needs the same number of "
+            "chunks on each stage"
         )
-    timeline = simulate(schedule, costs_for(schedule.stages, held))
+    timeline = simulate(schedule, _even(schedule.stages, held, ratio, send))
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations)
     head = f"step {timeline.step_time:g}, bubble {timeline.bubble:.4f}, peak activations {peaks}"
     column = min(part for part in (*ratio, send * held) if part) / held

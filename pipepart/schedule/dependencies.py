@@ -1,4 +1,4 @@
-"""What waits for what: the compute actions of a schedule as a graph, and the orders that follow from it."""
+"""The compute actions of a schedule as a graph of dependencies, and a linear order of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class Numbered:
     first: tuple[int, ...]
     """Number of the first action of each stage, and at the end the number of all actions."""
     number: Mapping[str, Sequence[int]]
-    """Per kind a flat table over (chunk, micro-batch): the number of that action, -1 where there is none. ``back``
-    holds whichever of ``B`` and ``I`` there is."""
+    """Per kind a flat table over (chunk, micro-batch): the number of that action, -1 where there is none.
+
+    ``back`` holds ``B`` or ``I``, whichever there is.
+    """
 
     @staticmethod
     def of(schedule: Schedule) -> Numbered:
-        """Number the actions of a schedule; an error for one that is no compute action, misplaced, or there twice."""
+        """Number the actions of a schedule. Raises an error for one that does not compute, is misplaced, or occurs twice."""
         chunks, microbatches, placement = schedule.chunks, schedule.microbatches, schedule.placement
         number = {kind: [-1] * (chunks * microbatches) for kind in (*COMPUTE, "back")}
         back = number["back"]
@@ -60,9 +62,9 @@ class Numbered:
 
 @dataclass(frozen=True)
 class ActionGraph:
-    """The numbered compute actions of all stages, with what each of them needs.
+    """The numbered compute actions of all stages, with their dependencies.
 
-    ``needs[n]`` are the numbers of the actions whose results action ``n`` uses; ``users[n]`` the reverse.
+    ``needs[n]`` are the numbers of the actions whose results action ``n`` uses; ``users[n]`` is the reverse.
     """
 
     schedule: Schedule
@@ -76,7 +78,7 @@ class ActionGraph:
 
     @staticmethod
     def of(schedule: Schedule, edges: Edges, numbered: Numbered | None = None) -> ActionGraph:
-        """The graph of a schedule; an error if something that is needed is in no list."""
+        """The graph of a schedule. Raises an error if a needed action is in no list."""
         numbered = Numbered.of(schedule) if numbered is None else numbered
         actions, number = numbered.actions, numbered.number
         chunks, microbatches = schedule.chunks, schedule.microbatches
@@ -100,9 +102,9 @@ class ActionGraph:
                     ahead[chunk * microbatches + k],
                     *[back[target * microbatches + k] for target in targets[chunk]],
                 )
+            if -1 in found:
+                raise ScheduleError(_missing(schedule, action, sources[chunk], targets[chunk], found.index(-1)))
             for need in found:
-                if need < 0:
-                    raise ScheduleError(_what_is_missing(schedule, action, number, sources, targets))
                 users[need].append(n)
             needs.append(found)
         if any(len(others) > 1 for others in (*sources, *targets)):
@@ -114,9 +116,9 @@ class ActionGraph:
         )
 
     def linear_order(self) -> list[int]:
-        """One order of all actions that keeps every stage's own order and every need; an error if there is none.
+        """One order of all actions that keeps every stage's own order and every need. Raises an error if there is none.
 
-        Breadth first, so that it resembles time: stages advance together as far as they can.
+        The order is breadth first, so that it resembles time: stages advance together as far as they can.
         """
         starts = set(self.first)
         waiting = [len(need) + (n not in starts) for n, need in enumerate(self.needs)]
@@ -135,7 +137,7 @@ class ActionGraph:
         return order
 
     def explain_stall(self, done: set[int]) -> str:
-        """Which stage stands before which action, and for what it waits: for error messages."""
+        """Error text: the next action of each stage, and the action that it waits for."""
         lines = [f"{self.schedule.name}: this order cannot be carried out; every stage left waits for another:"]
         for stage in range(self.schedule.stages):
             stuck = next((n for n in range(self.first[stage], self.first[stage + 1]) if n not in done), None)
@@ -149,24 +151,12 @@ class ActionGraph:
         return "\n".join(lines)
 
 
-def _what_is_missing(
-    schedule: Schedule,
-    action: Action,
-    number: Mapping[str, Sequence[int]],
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[int]],
-) -> str:
-    """The message about an action whose need is in no stage's list."""
-    chunk, k = action.chunk, action.microbatch
-    if action.kind == "F":
-        needs = [("F", source) for source in sources[chunk]]
-    elif action.kind == "W":
-        needs = [("I", chunk)]
-    else:
-        needs = [("F", chunk), *(("back", target) for target in targets[chunk])]
-    kind, at = next((kind, c) for kind, c in needs if number[kind][c * schedule.microbatches + k] < 0)
-    lacking = Action("B" if kind == "back" else kind, at, k)
+def _missing(schedule: Schedule, action: Action, sources: Sequence[int], targets: Sequence[int], at: int) -> str:
+    """Error text for an action whose need number ``at`` is in no stage's list."""
+    needs = {"F": [("F", source) for source in sources], "W": [("I", action.chunk)]}
+    back = [("F", action.chunk), *(("B", target) for target in targets)]
+    lacking = Action(*needs.get(action.kind, back)[at], action.microbatch)
     return (
-        f"{schedule.name}: {action} on stage {schedule.placement[chunk]} needs {lacking}, which is in no stage's list; "
-        f"add it to the list of stage {schedule.placement[lacking.chunk]}"
+        f"{schedule.name}: {action} on stage {schedule.placement[action.chunk]} needs {lacking}, which is in no stage's "
+        f"list; add it to the list of stage {schedule.placement[lacking.chunk]}"
     )

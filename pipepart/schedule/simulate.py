@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Action, Edges, Schedule
-from pipepart.schedule.chunk_times import ChunkCosts
+from pipepart.schedule.chunk_costs import ChunkCosts
 from pipepart.schedule.dependencies import ActionGraph
 from pipepart.schedule.timeline import Event, Timeline
 
@@ -17,147 +17,162 @@ __all__ = ["simulate", "step_time"]
 
 
 class _Ports:
-    """The links of all devices under contention: a stage sends one message at a time and receives one at a time.
+    """The links of all stages under contention: a stage sends one message at a time and receives one at a time.
 
     A message starts as soon as both ends are free; of those that wait for the same end, the one that was ready first.
     """
 
     def __init__(self, stages: int) -> None:
-        self.out_busy = [False] * stages
-        self.in_busy = [False] * stages
-        self.waiting: dict[tuple[int, int], deque[tuple[int, float]]] = {}
-        self.of_sender: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
-        self.of_receiver: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+        self.moves: list[tuple[int, int]] = []
+        """(action that sends, action that receives) of every message, in the order in which they became ready."""
+        self._out_busy = [False] * stages
+        self._in_busy = [False] * stages
+        self._waiting: dict[tuple[int, int], deque[tuple[int, float]]] = {}
+        self._of_sender: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+        self._of_receiver: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
 
-    def add(self, message: int, sender: int, receiver: int, seconds: float) -> None:
-        """A message is ready; messages are numbered in this order."""
+    def add(self, move: tuple[int, int], sender: int, receiver: int, seconds: float) -> None:
+        """Add a message that is ready."""
         pair = sender, receiver
-        if pair not in self.waiting:
-            self.waiting[pair] = deque()
-            self.of_sender[sender].append(pair)
-            self.of_receiver[receiver].append(pair)
-        self.waiting[pair].append((message, seconds))
+        if pair not in self._waiting:
+            self._waiting[pair] = deque()
+            self._of_sender[sender].append(pair)
+            self._of_receiver[receiver].append(pair)
+        self._waiting[pair].append((len(self.moves), seconds))
+        self.moves.append(move)
+
+    def release(self, sender: int, receiver: int) -> None:
+        """Free both ends of a message that has arrived."""
+        self._out_busy[sender] = self._in_busy[receiver] = False
 
     def start(self, senders: Iterable[int], receivers: Iterable[int]) -> list[tuple[int, float]]:
-        """(message, seconds) of all that can start now, where these ends have become free or have something new."""
+        """(message, seconds) of all that can start now, if these ends have become free or have a new message."""
         begun: list[tuple[int, float]] = []
-        pairs = {pair for s in senders for pair in self.of_sender[s]} | {
-            pair for r in receivers for pair in self.of_receiver[r]
-        }
+        pairs = {pair for s in senders for pair in self._of_sender[s]}
+        pairs |= {pair for r in receivers for pair in self._of_receiver[r]}
         while True:
             ready = [
-                (self.waiting[pair][0][0], pair)
+                (self._waiting[pair][0][0], pair)
                 for pair in pairs
-                if self.waiting[pair] and not self.out_busy[pair[0]] and not self.in_busy[pair[1]]
+                if self._waiting[pair] and not self._out_busy[pair[0]] and not self._in_busy[pair[1]]
             ]
             if not ready:
                 return begun
             _, (sender, receiver) = min(ready)
-            self.out_busy[sender] = self.in_busy[receiver] = True
-            begun.append(self.waiting[sender, receiver].popleft())
+            self._out_busy[sender] = self._in_busy[receiver] = True
+            begun.append(self._waiting[sender, receiver].popleft())
 
 
-def _run_graph(
-    graph: ActionGraph,
-    costs: ChunkCosts,
-    scale: Callable[[Action], float] | None = None,
-    sends: list[Event] | None = None,
-) -> tuple[list[float], list[float]]:
-    """Start and end of every action; the events of messages that take time go to ``sends`` if it is given.
+class _Run:
+    """One run of a graph: start and end of every action.
 
     Actions finish in order of time, so that messages ask for their links in order of time. A message is sent as soon
-    as its producer has finished; an action starts when its stage is free and all it needs has arrived. An order that
-    cannot be carried out is an error.
+    as its producer has finished; an action starts when its stage is free and all its inputs have arrived.
     """
-    schedule, actions, stage_of, first = graph.schedule, graph.actions, graph.stage, graph.first
-    table = costs.durations()
-    seconds = [table[a.kind][a.chunk] for a in actions]
-    before = costs.handling()
-    handling = [before[a.kind][a.chunk] for a in actions]
-    if scale is not None:
-        seconds = [s * scale(a) for s, a in zip(seconds, actions)]
-    ports = _Ports(schedule.stages) if costs.contention else None
-    moves: list[tuple[int, int]] = []  # under contention: (action that sends, action that receives) of every message
-    waiting = [len(need) for need in graph.needs]
-    arrived = [0.0] * len(actions)
-    start, end = [0.0] * len(actions), [0.0] * len(actions)
-    cursor = list(first[:-1])
-    free = [0.0] * schedule.stages
-    running: list[tuple[float, int]] = []  # (end, action), or (end, -1 - message)
 
-    def begin(stage: int) -> None:
-        """Fix the times of a stage's next actions, as far as all they need is known to arrive."""
-        n, time = cursor[stage], free[stage]
-        while n < first[stage + 1] and not waiting[n]:
-            begun = (arrived[n] if arrived[n] > time else time) + handling[n]
-            time = begun + seconds[n]
-            start[n], end[n] = begun, time
-            heapq.heappush(running, (time, n))
+    def __init__(
+        self, graph: ActionGraph, costs: ChunkCosts, scale: Callable[[Action], float] | None, sends: list[Event] | None
+    ) -> None:
+        self.graph, self.costs, self.sends = graph, costs, sends
+        durations, handling = costs.durations(), costs.handling()
+        self.seconds = [durations[a.kind][a.chunk] for a in graph.actions]
+        self.handling = [handling[a.kind][a.chunk] for a in graph.actions]
+        if scale is not None:
+            self.seconds = [s * scale(a) for s, a in zip(self.seconds, graph.actions)]
+        self.ports = _Ports(graph.schedule.stages) if costs.contention else None
+        self.waiting = [len(need) for need in graph.needs]
+        self.arrived = [0.0] * len(graph.actions)
+        self.start, self.end = [0.0] * len(graph.actions), [0.0] * len(graph.actions)
+        self.cursor = list(graph.first[:-1])
+        self.free = [0.0] * graph.schedule.stages
+        self.running: list[tuple[float, int]] = []
+        """(end, action), or (end, -1 - message)."""
+
+    def run(self) -> tuple[list[float], list[float]]:
+        """Start and end of every action. Raises an error for an order that cannot be carried out."""
+        graph = self.graph
+        for stage in range(graph.schedule.stages):
+            self._begin(stage)
+        finished = 0
+        while self.running:
+            now, n = heapq.heappop(self.running)
+            if n >= 0:
+                finished += 1
+                self._finish(n, now)
+            else:
+                self._arrive(-1 - n, now)
+        if finished < len(graph.actions):
+            left = {n for s in range(graph.schedule.stages) for n in range(self.cursor[s], graph.first[s + 1])}
+            raise ScheduleError(graph.explain_stall(set(range(len(graph.actions))) - left))
+        return self.start, self.end
+
+    def _begin(self, stage: int) -> None:
+        """Fix the times of a stage's next actions, as far as the arrival of all their inputs is known."""
+        n, time, last = self.cursor[stage], self.free[stage], self.graph.first[stage + 1]
+        while n < last and not self.waiting[n]:
+            begun = (self.arrived[n] if self.arrived[n] > time else time) + self.handling[n]
+            time = begun + self.seconds[n]
+            self.start[n], self.end[n] = begun, time
+            heapq.heappush(self.running, (time, n))
             n += 1
-        cursor[stage], free[stage] = n, time
+        self.cursor[stage], self.free[stage] = n, time
 
-    def sent(n: int, user: int, leave: float, arrive: float) -> None:
-        if sends is not None:
-            payload = "F" if actions[n].kind == "F" else "B"
-            move = Action("SEND", actions[n].chunk, actions[n].microbatch, actions[user].chunk, payload)
-            sends.append(Event(stage_of[n], move, leave, arrive))
-
-    def start_moves(now: float, senders: Iterable[int], receivers: Iterable[int]) -> None:
-        assert ports is not None
-        for message, cost in ports.start(senders, receivers):
-            heapq.heappush(running, (now + cost, -1 - message))
-            sent(*moves[message], now, now + cost)
-
-    for stage in range(schedule.stages):
-        begin(stage)
-    finished = 0
-    while running:
-        now, n = heapq.heappop(running)
-        if n < 0:
-            assert ports is not None
-            source, user = moves[-1 - n]
-            ports.out_busy[stage_of[source]] = ports.in_busy[stage_of[user]] = False
-            start_moves(now, (stage_of[source],), (stage_of[user],))
-            waiting[user] -= 1
-            arrived[user] = max(arrived[user], now)
-            begin(stage_of[user])
-            continue
-        finished += 1
-        stage, action = stage_of[n], actions[n]
-        ahead = action.kind == "F"
-        asked = False
-        for user in graph.users[n]:
-            home = stage_of[user]
-            when = now
+    def _finish(self, n: int, now: float) -> None:
+        """Send the result of an action to its users."""
+        stage_of, actions, waiting, arrived = self.graph.stage, self.graph.actions, self.waiting, self.arrived
+        stage, chunk, ahead = stage_of[n], actions[n].chunk, actions[n].kind == "F"
+        queued = False
+        for user in self.graph.users[n]:
+            home, when = stage_of[user], now
             if home != stage:
                 target = actions[user].chunk
                 if ahead:
-                    cost = costs.send_forward.get((action.chunk, target), 0.0)
+                    cost = self.costs.send_forward.get((chunk, target), 0.0)
                 else:
-                    cost = costs.send_backward.get((target, action.chunk), 0.0)
-                if cost and ports is not None:
-                    ports.add(len(moves), stage, home, cost)
-                    moves.append((n, user))
-                    asked = True
+                    cost = self.costs.send_backward.get((target, chunk), 0.0)
+                if cost and self.ports is not None:
+                    self.ports.add((n, user), stage, home, cost)
+                    queued = True
                     continue
                 if cost:
                     when = now + cost
-                    sent(n, user, now, when)
+                    self._record(n, user, now, when)
             waiting[user] -= 1
             if when > arrived[user]:
                 arrived[user] = when
             if not waiting[user]:
-                begin(home)
-        if asked:
-            start_moves(now, (stage,), ())
-    if finished < len(actions):
-        left = {n for s in range(schedule.stages) for n in range(cursor[s], first[s + 1])}
-        raise ScheduleError(graph.explain_stall(set(range(len(actions))) - left))
-    return start, end
+                self._begin(home)
+        if queued:
+            self._start_messages(now, (stage,), ())
+
+    def _arrive(self, message: int, now: float) -> None:
+        """Deliver a message under contention, and start the messages that waited for its link."""
+        assert self.ports is not None
+        source, user = self.ports.moves[message]
+        sender, receiver = self.graph.stage[source], self.graph.stage[user]
+        self.ports.release(sender, receiver)
+        self._start_messages(now, (sender,), (receiver,))
+        self.waiting[user] -= 1
+        self.arrived[user] = max(self.arrived[user], now)
+        self._begin(receiver)
+
+    def _start_messages(self, now: float, senders: Iterable[int], receivers: Iterable[int]) -> None:
+        assert self.ports is not None
+        for message, cost in self.ports.start(senders, receivers):
+            heapq.heappush(self.running, (now + cost, -1 - message))
+            self._record(*self.ports.moves[message], now, now + cost)
+
+    def _record(self, n: int, user: int, leave: float, arrive: float) -> None:
+        """Add the event of a message that takes time, if events are asked for."""
+        if self.sends is not None:
+            actions = self.graph.actions
+            payload = "F" if actions[n].kind == "F" else "B"
+            move = Action("SEND", actions[n].chunk, actions[n].microbatch, actions[user].chunk, payload)
+            self.sends.append(Event(self.graph.stage[n], move, leave, arrive))
 
 
 def _reductions(graph: ActionGraph, costs: ChunkCosts, end: list[float]) -> list[Event]:
-    """REDUCE events: per stage its chunks as their gradients become final; at the end the tied groups, in their order."""
+    """REDUCE events: the chunks of each stage as their gradients become final, then the tied groups in their order."""
     schedule = graph.schedule
     final: dict[int, float] = {}
     done = [0.0] * schedule.stages
@@ -201,14 +216,14 @@ def simulate(
     *,
     scale: Callable[[Action], float] | None = None,
 ) -> Timeline:
-    """When every action of a schedule starts and ends.
+    """The timeline of a schedule: start and end of every action.
 
     ``edges`` defaults to those that have a cost, and to the plain chain if none has. ``scale`` multiplies the time
-    of single actions: jitter, or one slow micro-batch.
+    of single actions, for example for jitter or one slow micro-batch.
     """
     graph = _prepare(schedule, costs, edges)
     sends: list[Event] = []
-    start, end = _run_graph(graph, costs, scale, sends)
+    start, end = _Run(graph, costs, scale, sends).run()
     events = [Event(graph.stage[n], action, start[n], end[n]) for n, action in enumerate(graph.actions)]
     events += sends
     events += _reductions(graph, costs, end)
@@ -217,8 +232,8 @@ def simulate(
 
 
 def step_time(schedule: Schedule, costs: ChunkCosts, edges: Edges | None = None) -> float:
-    """`simulate(...).step_time` without the events: what searches call."""
+    """The same as `simulate(...).step_time`, faster, since it makes no events."""
     graph = _prepare(schedule, costs, edges)
-    start, end = _run_graph(graph, costs)
+    start, end = _Run(graph, costs, None, None).run()
     last = max(end + [event.end for event in _reductions(graph, costs, end)], default=0.0)
     return last - min(start, default=0.0)

@@ -1,8 +1,8 @@
 """Schedules in files: the CSV format of `torch.distributed.pipelining`, one row per stage, one action per cell.
 
 A cell is chunk, kind, micro-batch: ``2F0``, ``2B0``, ``2I0``, ``2W0``; an empty cell is a pause. With messages also
-``2SEND_F0``, ``3RECV_F0``, ``3SEND_B0``, ``2RECV_B0``, always between neighbouring chunks. What torch calls a stage is
-a chunk here, and its rank is our stage. ``(0F3;7B1)OVERLAP_F_B`` is read as its parts, one after the other.
+``2SEND_F0``, ``3RECV_F0``, ``3SEND_B0``, ``2RECV_B0``, always between neighbouring chunks. A stage of torch is a chunk
+here, and a rank of torch is a stage. ``(0F3;7B1)OVERLAP_F_B`` is read as its parts, one after the other.
 """
 
 from __future__ import annotations
@@ -65,21 +65,37 @@ def _read(path: str | Path) -> str:
 
 
 def read_program(path: str | Path) -> tuple[tuple[Action, ...], ...]:
-    """Per stage all actions of a file, messages included. Prove them with `validate_program`."""
+    """All actions of each stage in a file, including messages, not proved (see `validate_program`)."""
     return _parse(_read(path), f"schedule file {str(path)!r}")
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule in a text, proved. SEND and RECV in it are passed over: ours follow from the schedule."""
+    """The schedule in a text, proved. SEND and RECV in it are ignored: messages follow from the schedule."""
     schedule = compute_of(_parse(text, f"schedule {name!r}"), name)
     validate(schedule)
     return schedule
 
 
-def read_csv(path: str | Path) -> Schedule:
-    """The schedule in a file, proved, named after the file (see `from_csv`)."""
+def read_csv(
+    path: str | Path, *, stages: int | None = None, microbatches: int | None = None, chunks: int | None = None
+) -> Schedule:
+    """The schedule in a file, proved, named after the file (see `from_csv`).
+
+    Raises an error if it is for another number of stages, micro-batches, or chunks per stage than asked for.
+    """
     schedule = compute_of(read_program(path), Path(path).stem)
     validate(schedule)
+    for what, asked, found in (
+        ("stages", stages, schedule.stages),
+        ("micro-batches", microbatches, schedule.microbatches),
+    ):
+        if asked is not None and asked != found:
+            raise ScheduleError(f"schedule file {str(path)!r} is for {found} {what}, asked for {asked}")
+    if chunks is not None and chunks * schedule.stages != schedule.chunks:
+        raise ScheduleError(
+            f"schedule file {str(path)!r} has {schedule.chunks} chunks, asked for {chunks} on each of "
+            f"{schedule.stages} stages"
+        )
     return schedule
 
 

@@ -1,4 +1,4 @@
-"""The proof that a schedule can be carried out, and what the runtime needs to do so."""
+"""The proof that a schedule can be carried out, with its messages for the runtime."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from itertools import pairwise
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule
-from pipepart.schedule.deadlock import all_meet, check_blocking, check_messages, check_ordered
 from pipepart.schedule.dependencies import ActionGraph, Numbered
-from pipepart.schedule.transfers import Lowered, Program, lower, meetings, pairs_of
+from pipepart.schedule.messages import (
+    Messages,
+    Program,
+    all_meet,
+    check_blocking,
+    check_messages,
+    check_ordered,
+    lower,
+    meetings,
+    pairs_of,
+)
 
 __all__ = ["Validated", "compute_of", "peak_activations", "validate", "validate_program"]
 
@@ -20,42 +29,42 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Validated:
-    """A schedule that was proved. Its messages are written out when they are asked for."""
+    """A schedule that was proved. Its messages are computed on first use."""
 
     schedule: Schedule = field(repr=False)
     edges: Edges
     peak_activations: tuple[float, ...]
-    """Per stage: the most that its live activations weigh together (counted in micro-batches of chunks by default)."""
+    """Largest live activations of each stage, by default counted in micro-batches of chunks."""
     tied_order: tuple[tuple[int, ...], ...]
-    """Stages of each tied group that spans several, in the order in which all reduce, after their last backward."""
+    """Stages of each tied group that spans several, in the order of the reductions after the last backward."""
     graph: ActionGraph = field(repr=False, compare=False)
     given: Program | None = field(default=None, repr=False)
-    """The lists with their own messages that were proved, if there were any."""
+    """The lists with explicit messages that were proved, if any."""
 
     @cached_property
-    def _lowered(self) -> Lowered:
+    def _messages(self) -> Messages:
         return lower(self.graph)
 
     @property
     def channels(self) -> Mapping[Pair, tuple[Message, ...]]:
         """Per (sender stage, receiver stage): the messages in the order of their sending."""
-        return self._lowered.channels
+        return self._messages.channels
 
     @property
     def pair_order(self) -> Mapping[Pair, tuple[Message, ...]]:
-        """Per (lower stage, higher stage): all messages both ways in the one order in which both must issue them."""
-        return self._lowered.pair_order if self.given is None else pairs_of(self.given, self.schedule.placement)
+        """Per (lower stage, higher stage): all messages of both directions, in the order in which both issue them."""
+        return self._messages.pair_order if self.given is None else pairs_of(self.given, self.schedule.placement)
 
     @property
     def program(self) -> Program:
-        """Per stage: compute, SEND and RECV; as given, or in an order that blocking sends carry out."""
-        return self._lowered.program if self.given is None else self.given
+        """Compute, SEND and RECV of each stage, as given or in an order that blocking sends carry out."""
+        return self._messages.program if self.given is None else self.given
 
 
 def peak_activations(
     schedule: Schedule, activation: Sequence[float] | None = None, kept_for_weight: float = 1.0
 ) -> tuple[float, ...]:
-    """Per stage: the most that is live at once. It follows from the order alone, whatever the times."""
+    """Largest live activations of each stage. They follow from the order alone, not from the times."""
     peaks = []
     for actions in schedule.actions:
         live = peak = 0.0
@@ -66,16 +75,14 @@ def peak_activations(
                 peak = max(peak, live)
                 if schedule.forward_only:
                     live -= size
-            elif action.kind == "B":
-                live -= size
             else:
-                live -= size * (kept_for_weight if action.kind == "W" else 1 - kept_for_weight)
+                live -= size * {"B": 1.0, "I": 1 - kept_for_weight, "W": kept_for_weight}[action.kind]
         peaks.append(peak)
     return tuple(peaks)
 
 
 def _check_form(schedule: Schedule) -> None:
-    """A list of actions per stage, and every chunk on a stage."""
+    """Check that there is a list of actions per stage, and that every chunk is on a stage."""
     name = schedule.name
     if len(schedule.actions) != schedule.stages:
         raise ScheduleError(f"{name}: {schedule.stages} stages, but lists of actions for {len(schedule.actions)}")
@@ -85,7 +92,7 @@ def _check_form(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule, numbered: Numbered) -> None:
-    """Each micro-batch passes each chunk once per direction, and on its stage in the order F, then B or I, then W."""
+    """Check that each micro-batch passes each chunk once per direction, in the order F, then B or I, then W."""
     forward_only = schedule.forward_only
     tables = [numbered.number[kind] for kind in COMPUTE]
     for at, (f, b, i, w) in enumerate(zip(*tables)):
@@ -96,7 +103,7 @@ def _check_complete(schedule: Schedule, numbered: Numbered) -> None:
 
 
 def _what_is_wrong(schedule: Schedule, numbered: Numbered, chunk: int, k: int, found: tuple[int, ...]) -> str:
-    """The message about a micro-batch that does not pass a chunk as it should; ``found``: numbers of F, B, I, W."""
+    """Error text for a micro-batch that does not pass a chunk correctly; ``found`` are the numbers of F, B, I, W."""
     stage = schedule.placement[chunk]
     f, b, i, w = found
     if f < 0:
@@ -124,10 +131,10 @@ def validate(
     activation: Sequence[float] | None = None,
     memory_limit: Sequence[float] | None = None,
 ) -> Validated:
-    """Prove a schedule: complete, in an order that can be carried out, without deadlock, within memory.
+    """Prove that a schedule is complete, in an order that can be carried out, free of deadlocks, and within memory.
 
     Edges are pairs (earlier chunk, later chunk), the chain by default; ``tied`` are groups of chunks with a common
-    parameter. ``activation`` weighs one micro-batch of each chunk (1 by default), ``memory_limit`` is per stage.
+    parameter. ``activation`` is the size of one micro-batch of each chunk (1 by default), ``memory_limit`` is per stage.
     """
     edges = Edges.of(schedule.chunks, forward_edges, backward_edges, tied)
     _check_form(schedule)
@@ -136,7 +143,7 @@ def validate(
     if schedule.forward_only:
         edges = Edges(edges.forward, frozenset(), edges.tied)
     graph = ActionGraph.of(schedule, edges, numbered)
-    # What blocking sends carry out, ordered channels do too: where both ends meet, they meet in one order.
+    # Ordered channels carry out everything that blocking sends do: where both ends meet, they meet in one order.
     assert all_meet(meetings(graph)), "messages in the order of one run always meet"
     peaks = peak_activations(schedule, activation)
     for stage, peak in enumerate(peaks):
@@ -160,9 +167,9 @@ def validate_program(
     microbatches: int | None = None,
     name: str = "program",
 ) -> Validated:
-    """Prove lists that bring their own SEND and RECV: the compute as `validate` does, and the messages as given.
+    """Prove lists with explicit SEND and RECV: the compute actions as in `validate`, and the messages as given.
 
-    ``microbatches`` defaults to as many as the lists name.
+    ``microbatches`` defaults to the number in the lists.
     """
     schedule = compute_of(program, name, microbatches)
     proof = validate(schedule, forward_edges, backward_edges)
@@ -175,7 +182,7 @@ def validate_program(
 
 
 def compute_of(program: Sequence[Sequence[Action]], name: str, microbatches: int | None = None) -> Schedule:
-    """The schedule inside a program: its compute actions, with the placement that they show."""
+    """The schedule inside a program: its compute actions, with the placement that follows from them."""
     lists = tuple(tuple(action for action in actions if action.kind in COMPUTE) for actions in program)
     home: dict[int, int] = {}
     named = 0

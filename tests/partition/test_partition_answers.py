@@ -1,4 +1,4 @@
-"""What the partitioner promises beyond the optimum: determinism, errors, the checker, chunks, baselines, sizes."""
+"""Properties of the partitioner beyond the optimum: determinism, errors, the checker, chunks, baselines, sizes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_given_tensors_replace_the_outputs() -> None:
     assert answer.loads == (6.0, 6.0)
 
 
-def test_more_chunks_than_classes() -> None:
+def test_more_chunks_than_units() -> None:
     problem = chain([1.0, 1.0, 1.0, 1.0], colocated=((0, 1),))
     with pytest.raises(PartitionError, match=r"4 stages were asked for, but .* cut into 3 at most .*3 or"):
         partition(problem, 4)

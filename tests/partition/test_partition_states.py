@@ -10,16 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipepart.partition import Link, Problem, search
-from pipepart.partition.downsets import all_downsets
-from pipepart.partition.instance import NEVER, Instance, make_instance
-from pipepart.partition.lattice import LatticeStates
-from pipepart.partition.linear import LinearStates
-from pipepart.partition.orders import linear_orders
-from pipepart.partition.quotient import quotient
-from pipepart.partition.reduce import reduce_instance
+from pipepart.partition.device_orders import device_orders
+from pipepart.partition.downsets import DownsetStates, all_downsets
+from pipepart.partition.linear_orders import LinearStates, linear_orders
+from pipepart.partition.prepared import reduce_units
 from pipepart.partition.result import chunk_costs
-from pipepart.partition.route import make_route
 from pipepart.partition.search import States, best_path
+from pipepart.partition.unit_costs import NEVER, UnitCosts, make_unit_costs
+from pipepart.partition.units import unit_graph
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=25)
 
@@ -45,14 +43,14 @@ def braid(seed: int, ops: int, idle: float = 0.3) -> Problem:
     )
 
 
-def whole(problem: Problem, chunks: int) -> Instance:
-    return make_instance(problem, quotient(problem), chunks)
+def whole(problem: Problem, chunks: int) -> UnitCosts:
+    return make_unit_costs(problem, unit_graph(problem), chunks)
 
 
-def agrees_with_definition(problem: Problem, instance: Instance, states: States, seed: int) -> None:
+def agrees_with_definition(problem: Problem, costs: UnitCosts, states: States, seed: int) -> None:
     """The middle one of three chunks, for random pairs of states."""
     rng = np.random.default_rng(seed)
-    place = make_route(problem, instance, 3, 1).nodes[2].before[0][1]
+    place = device_orders(problem, costs.slowness, 3, 1).nodes[2].before[0][1]
     last = len(states.work) - 1
     checked = 0
     for _ in range(60):
@@ -65,7 +63,7 @@ def agrees_with_definition(problem: Problem, instance: Instance, states: States,
             continue
         chunk_of = [0 if op in inside else 1 if op in outside else 2 for op in range(problem.ops)]
         cost = chunk_costs(problem, chunk_of, (0, 0, 0))[1]
-        assert int(load[0, 0]) / instance.scale == pytest.approx(cost.load(problem.overlap, "none"), rel=1e-9)
+        assert int(load[0, 0]) / costs.scale == pytest.approx(cost.load(problem.overlap, "none"), rel=1e-9)
         assert int(traffic[0, 0]) == cost.traffic_bytes
         checked += 1
     assert checked
@@ -75,19 +73,19 @@ def agrees_with_definition(problem: Problem, instance: Instance, states: States,
 @given(seed=st.integers(0, 10**6), ops=st.integers(12, 80))
 def test_linear_states_follow_the_definition(seed: int, ops: int) -> None:
     problem = braid(seed, ops)
-    instance = whole(problem, 3)
-    for _, order in linear_orders(instance):
-        agrees_with_definition(problem, instance, LinearStates(instance, order), seed)
+    costs = whole(problem, 3)
+    for _, order in linear_orders(costs):
+        agrees_with_definition(problem, costs, LinearStates(costs, order), seed)
 
 
 @SETTINGS
 @given(seed=st.integers(0, 10**6), ops=st.integers(12, 150))
 def test_downsets_follow_the_definition(seed: int, ops: int) -> None:
     problem = braid(seed, ops)
-    instance = whole(problem, 3)
-    downsets = all_downsets(instance, 5000)
+    costs = whole(problem, 3)
+    downsets = all_downsets(costs, 5000)
     if downsets is not None:
-        agrees_with_definition(problem, instance, LatticeStates(instance, downsets, complete=True), seed)
+        agrees_with_definition(problem, costs, DownsetStates(costs, downsets, complete=True), seed)
 
 
 def test_all_downsets_of_small_orders() -> None:
@@ -102,31 +100,31 @@ def test_all_downsets_of_small_orders() -> None:
 
 
 @SETTINGS
-@given(seed=st.integers(0, 10**6), ops=st.integers(12, 60), chunks=st.integers(2, 9))
+@given(seed=st.integers(0, 10**6), ops=st.integers(12, 40), chunks=st.integers(2, 9))
 def test_reductions_and_tables_lose_nothing(seed: int, ops: int, chunks: int) -> None:
     problem = braid(seed, ops, idle=0.6)
-    instance = whole(problem, chunks)
-    if int(instance.counts.sum()) < chunks:
+    costs = whole(problem, chunks)
+    if int(costs.amounts.needed.sum()) < chunks:
         return
-    reduced, _ = reduce_instance(instance, memory_matters=False)
-    assert reduced.classes <= instance.classes
-    downsets, fewer = all_downsets(instance, 4000), all_downsets(reduced, 4000)
+    reduced, _ = reduce_units(costs, memory_matters=False)
+    assert reduced.units <= costs.units
+    downsets, fewer = all_downsets(costs, 1000), all_downsets(reduced, 1000)
     if downsets is None or fewer is None:
         return
     assert len(fewer) <= len(downsets)
-    route = make_route(problem, instance, chunks, 1)
+    devices = device_orders(problem, costs.slowness, chunks, 1)
     for goal in ("bottleneck", "traffic"):
         limit = NEVER - 1
         if goal == "traffic":
-            best = best_path(LatticeStates(instance, downsets, complete=True), route, limit)
+            best = best_path(DownsetStates(costs, downsets, complete=True), devices, limit)
             assert best is not None
             limit = best.bottleneck
         answers = []
-        for many, states in ((instance, downsets), (reduced, fewer)):
+        for many, states in ((costs, downsets), (reduced, fewer)):
             for most in (search._MOST_IN_TABLE, 0):
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(search, "_MOST_IN_TABLE", most)
-                    found = best_path(LatticeStates(many, states, complete=True), route, limit, goal=goal)
+                    found = best_path(DownsetStates(many, states, complete=True), devices, limit, goal=goal)
                 assert found is not None
                 answers.append(found.bottleneck if goal == "bottleneck" else found.traffic)
         assert len(set(answers)) == 1

@@ -1,4 +1,4 @@
-"""The lower bound of the step, list scheduling under a memory limit, jitter and slack."""
+"""The lower bound of the step, jitter and slack."""
 
 from __future__ import annotations
 
@@ -16,23 +16,19 @@ from pipepart.schedule import (
     ChunkCosts,
     Edges,
     Schedule,
-    looped_placement,
     lower_bound,
     make_schedule,
     peak_activations,
     simulate,
     step_time,
-    v_placement,
-    validate,
 )
-from pipepart.schedule.greedy import Policy, list_schedule
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @st.composite
 def problems(draw):
-    """Stages, micro-batches, random costs and links, and perhaps a memory limit that holds one micro-batch at least."""
+    """Stages, micro-batches, random costs and links."""
     p, m, v = draw(st.integers(1, 4)), draw(st.integers(1, 8)), draw(st.integers(1, 2))
     chunks = p * v
     seconds = st.lists(st.floats(0.2, 2.0), min_size=chunks, max_size=chunks)
@@ -51,15 +47,13 @@ def problems(draw):
         send_backward=links,
         contention=draw(st.booleans()),
     )
-    room = draw(st.sampled_from([None, 1.0, 1.5, 3.0]))
-    limit = None if room is None else room * sum(sorted(sizes)[-v:])
-    return p, m, costs, limit
+    return p, m, costs
 
 
 @SETTINGS
 @given(problems())
 def test_no_schedule_is_below_the_lower_bound(problem):
-    p, m, costs, _ = problem
+    p, m, costs = problem
     v = costs.chunks // p
     for name, kind in SCHEDULES.items():
         if name == "forward" or kind.fixed_chunks not in (None, v):
@@ -67,20 +61,6 @@ def test_no_schedule_is_below_the_lower_bound(problem):
         schedule = make_schedule(name, stages=p, microbatches=m, chunks=v)
         bound = lower_bound(schedule.placement, m, costs, split=schedule.splits_backward)
         assert step_time(schedule, costs) >= bound * (1 - 1e-9), name
-
-
-@SETTINGS
-@given(
-    problems(),
-    st.builds(Policy, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0.0, 0.5, 1.0])),
-    st.booleans(),
-)
-def test_list_schedules_are_valid_and_keep_to_the_limit(problem, policy, bent):
-    p, m, costs, limit = problem
-    placement = (v_placement if bent else looped_placement)(p, costs.chunks // p)
-    limits = None if limit is None else [limit] * p
-    schedule = list_schedule(placement, m, costs, limits=limits, policy=policy)
-    validate(schedule, costs.edges.forward, costs.edges.backward, activation=costs.activation, memory_limit=limits)
 
 
 def every_order(m):

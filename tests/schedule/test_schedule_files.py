@@ -8,10 +8,9 @@ from pipepart.errors import ScheduleError
 from pipepart.schedule import (
     SCHEDULES,
     Action,
-    channels,
     from_csv,
     make_schedule,
-    program,
+    messages_of,
     read_csv,
     read_program,
     to_csv,
@@ -29,8 +28,8 @@ def test_a_schedule_comes_back_as_it_was(name, p, m, tmp_path):
     back = read_csv(path)
     assert (back.actions, back.placement, back.microbatches) == (schedule.actions, schedule.placement, m)
     assert back.name == "kept"
-    write_program(program(schedule), path)
-    assert read_program(path) == program(schedule)
+    write_program(messages_of(schedule).program, path)
+    assert read_program(path) == messages_of(schedule).program
     assert read_csv(path).actions == schedule.actions
 
 
@@ -44,7 +43,7 @@ def test_a_schedule_written_by_hand_can_be_used(tmp_path):
     schedule = make_schedule(str(path), stages=2, microbatches=2)
     assert schedule.name == "mine"
     assert schedule.actions[0][2] == Action("I", 0, 0)
-    assert set(channels(schedule)) == {(0, 1), (1, 0)}
+    assert set(messages_of(schedule).channels) == {(0, 1), (1, 0)}
     for asked, message in (
         ({"stages": 3, "microbatches": 2}, "is for 2 stages, asked for 3"),
         ({"stages": 2, "microbatches": 4}, "is for 2 micro-batches, asked for 4"),
@@ -84,6 +83,6 @@ def test_a_file_that_cannot_be_read_is_an_error_of_ours(tmp_path):
 
 
 def test_messages_over_a_skip_cannot_be_written(tmp_path):
-    lists = program(make_schedule("1f1b", stages=3, microbatches=1), [(0, 1), (1, 2), (0, 2)])
+    lists = messages_of(make_schedule("1f1b", stages=3, microbatches=1), [(0, 1), (1, 2), (0, 2)]).program
     with pytest.raises(ScheduleError, match=r"SEND F 0>2 \.0 passes over a chunk"):
         write_program(lists, tmp_path / "skip.csv")

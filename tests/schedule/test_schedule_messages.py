@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pipepart.schedule import Message, channels, make_schedule, pair_order, program
+from pipepart.schedule import Message, make_schedule, messages_of
+
+
+def channels(schedule, *edges):
+    return messages_of(schedule, *edges).channels
 
 
 def text(messages):
@@ -46,7 +50,7 @@ def test_the_nearest_receiver_is_served_first():
 
 
 def test_both_directions_of_a_pair_have_one_order():
-    (messages,) = pair_order(make_schedule("1f1b", stages=2, microbatches=3)).values()
+    (messages,) = messages_of(make_schedule("1f1b", stages=2, microbatches=3)).pair_order.values()
     assert sorted(text(messages)) == sorted(
         text(m for side in channels(make_schedule("1f1b", stages=2, microbatches=3)).values() for m in side)
     )
@@ -57,7 +61,9 @@ def test_both_directions_of_a_pair_have_one_order():
 def test_a_forward_only_schedule_sends_no_gradients():
     found = channels(make_schedule("forward", stages=2, microbatches=2))
     assert found == {(0, 1): (Message("F", 0, 1, 0), Message("F", 0, 1, 1))}
-    assert {a.kind for mine in program(make_schedule("forward", stages=2, microbatches=2)) for a in mine} == {
+    assert {
+        a.kind for mine in messages_of(make_schedule("forward", stages=2, microbatches=2)).program for a in mine
+    } == {
         "F",
         "SEND",
         "RECV",
@@ -67,5 +73,5 @@ def test_a_forward_only_schedule_sends_no_gradients():
 def test_a_program_keeps_the_compute_order_of_its_schedule():
     for name in ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v"):
         schedule = make_schedule(name, stages=4, microbatches=5)
-        for mine, actions in zip(program(schedule), schedule.actions):
+        for mine, actions in zip(messages_of(schedule).program, schedule.actions):
             assert tuple(a for a in mine if a.kind in "FBIW") == actions

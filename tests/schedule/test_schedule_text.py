@@ -6,8 +6,7 @@ import pytest
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule import ChunkCosts, Edges, compare, format_table, gantt, make_schedule, picture, simulate, table
-from pipepart.schedule.fixed import forward_only, gpipe, interleaved, one_f_one_b
-from pipepart.schedule.zero_bubble import zb_h1, zb_h2, zb_v
+from pipepart.schedule.generators import forward_only, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zb_v
 
 
 @pytest.mark.parametrize(

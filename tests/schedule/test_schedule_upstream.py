@@ -15,6 +15,7 @@ from pipepart.schedule import (
     ChunkCosts,
     from_csv,
     make_schedule,
+    messages_of,
     peak_activations,
     read_program,
     simulate,
@@ -24,7 +25,6 @@ from pipepart.schedule import (
     write_csv,
     write_program,
 )
-from pipepart.schedule.transfers import program
 from pipepart.schedule.validate import compute_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -139,6 +139,6 @@ def test_torch_loads_our_files(name, tmp_path):
     lowered = runtime.pipeline_order_with_comms
     path.write_text("".join(",".join(map(str, lowered[rank])) + "\n" for rank in range(p)))
     assert validate_program(read_program(path), microbatches=m).schedule.actions == schedule.actions
-    write_program(program(schedule), path)
+    write_program(messages_of(schedule).program, path)
     runtime._load_csv(str(path), format="compute_comms")
     assert runtime._simulate()

@@ -1,4 +1,4 @@
-"""The validator: what is right passes, what is broken is named, and it agrees with plainly carrying the lists out."""
+"""The validator: correct schedules pass, broken ones are named, and it agrees with a plain execution of the lists."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from pipepart.schedule import (
     Edges,
     Schedule,
     make_schedule,
+    messages_of,
     peak_activations,
-    program,
     validate,
     validate_program,
 )
-from pipepart.schedule.deadlock import all_meet, check_blocking, check_ordered
 from pipepart.schedule.dependencies import ActionGraph
-from pipepart.schedule.transfers import meetings
+from pipepart.schedule.messages import all_meet, check_blocking, check_ordered, meetings
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 NAMES = sorted(SCHEDULES)
@@ -216,7 +215,7 @@ def test_a_memory_limit_is_held_against_the_peak():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_message_that_is_not_sent_or_not_received_is_named(name):
     schedule = make_schedule(name, stages=3, microbatches=2)
-    lists = program(schedule)
+    lists = messages_of(schedule).program
     validate_program(lists)
     for stage, actions in enumerate(lists):
         for at, action in enumerate(actions):
@@ -228,14 +227,14 @@ def test_a_message_that_is_not_sent_or_not_received_is_named(name):
 
 
 def test_a_message_nobody_asks_for_is_named():
-    lists = [list(mine) for mine in program(make_schedule("gpipe", stages=3, microbatches=1))]
+    lists = [list(mine) for mine in messages_of(make_schedule("gpipe", stages=3, microbatches=1)).program]
     lists[0].append(Action("SEND", 0, 0, 2, "F"))
     with pytest.raises(ScheduleError, match=r"stage 0 does SEND F 0>2 \.0, but no edge asks for this message"):
         validate_program(lists)
 
 
 def test_using_before_receiving_and_sending_before_making_are_named():
-    lists = [list(mine) for mine in program(make_schedule("forward", stages=2, microbatches=1))]
+    lists = [list(mine) for mine in messages_of(make_schedule("forward", stages=2, microbatches=1)).program]
     assert [str(a) for a in lists[1]] == ["RECV F 0>1 .0", "F1.0"]
     with pytest.raises(ScheduleError, match=r"stage 1 does F1\.0 before RECV F 0>1 \.0"):
         validate_program([lists[0], lists[1][::-1]])
@@ -277,7 +276,7 @@ def test_stages_that_wait_for_each_other_over_ordered_channels_are_named():
 @given(schedules(4, 5), st.data())
 def test_what_blocking_sends_carry_out_ordered_channels_do_too(schedule, data):
     forward, backward = data.draw(edges_for(schedule.chunks))
-    lists = program(schedule, forward, backward)
+    lists = messages_of(schedule, forward, backward).program
     check_blocking("own", lists, schedule.placement)
     check_ordered("own", lists, schedule.placement)
     assert validate_program(lists, forward, backward).program == validate(schedule, forward, backward).program == lists
