@@ -12,7 +12,7 @@ import torch.fx as fx
 from pipepart.errors import CaptureError
 from pipepart.recording.execution.colocate import colocated
 from pipepart.recording.execution.emit import executable
-from pipepart.recording.execution.ops_run import used_tensors
+from pipepart.recording.execution.ops_run import used_tensors, where_is
 from pipepart.recording.recording import OpMeta, Recording
 
 __all__ = ["BATCH", "Chunk", "Edge", "split"]
@@ -102,7 +102,7 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
         if node.op in ("placeholder", "output"):
             continue
         if node.name not in chunk_of:
-            raise CaptureError(f"split: op {node.name!r} ({_where(node)}) has no chunk")
+            raise CaptureError(f"split: op {node.name!r} ({where_is(node)}) has no chunk")
         chunk = chunk_of[node.name]
         if not 0 <= chunk < chunks:
             raise CaptureError(f"split: op {node.name!r} has chunk {chunk}; expected 0 to {chunks - 1}")
@@ -112,21 +112,16 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
             if source in owner and owner[source] > owner[node] and not source.meta["op"].replicable:
                 raise CaptureError(
                     f"split: the edge {source.name} -> {node.name} goes back from chunk {owner[source]} to chunk "
-                    f"{owner[node]} ({_where(source)} -> {_where(node)}); a value can only go to the same or a later chunk"
+                    f"{owner[node]} ({where_is(source)} -> {where_is(node)}); a value can only go to the same or a later chunk"
                 )
     for group in colocated(recording):
         if len({owner[node] for node in group}) > 1:
             places = ", ".join(f"{node.name}: {owner[node]}" for node in group[:6])
             raise CaptureError(
                 f"split: these ops share memory, a state or a tuple and must be in one chunk, got {places} "
-                f"({_where(group[0])})"
+                f"({where_is(group[0])})"
             )
     return owner
-
-
-def _where(node: fx.Node) -> str:
-    meta = node.meta.get("op")
-    return f"module {meta.module!r} at {meta.source}" if meta else "input"
 
 
 def _same_size(number: fx.Node, tensors: set[fx.Node]) -> tuple[fx.Node, int] | None:

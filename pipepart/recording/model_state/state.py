@@ -1,4 +1,8 @@
-"""Names and state of a module: what is looked up while recording, and what recording must leave as it was."""
+"""Names and state of the modules of a model: recording looks names up and leaves the state as it was.
+
+A library may install hooks in the first call and set a flag, so that the next call does not install them again. One
+without the other breaks the model. Therefore hooks and flags are always put back, and kept, together.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import gc
 import logging
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,13 +20,14 @@ import torch
 import torch.nn as nn
 
 from pipepart.errors import CaptureError
-from pipepart.recording.model_state.own_names import OWN_NAMES
-from pipepart.recording.model_state.setup import Hooks
-from pipepart.recording.model_state.side_effects import same_items
+from pipepart.recording.model_state.places import CONTAINERS, is_plain_value, refill, same_items
+from pipepart.recording.model_state.reachable import OWN_NAMES
 
 __all__ = [
     "Attributes",
+    "Hooks",
     "Names",
+    "Setup",
     "is_abstract",
     "names_of",
     "no_collection",
@@ -36,7 +40,7 @@ __all__ = [
 
 @dataclass
 class Names:
-    """Full names of the modules and tensors of a root, by identity; of tied ones the first name."""
+    """Full names of the modules and tensors of a root, by identity; tied ones have their first name."""
 
     modules: dict[int, str] = field(default_factory=dict)
     listed: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -45,7 +49,7 @@ class Names:
 
 
 def names_of(root: nn.Module) -> Names:
-    """The names of everything that a recorded run of `root` may touch."""
+    """The names of all modules and tensors that a recorded run of `root` may use."""
     names = Names()
     names.listed = list(root.named_modules())
     for path, module in names.listed:
@@ -63,7 +67,7 @@ def names_of(root: nn.Module) -> Names:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's collector of cycles is off inside: recording makes many small objects that all stay."""
+    """Switch Python's collector of cycles off: recording makes many small objects that all stay."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -74,7 +78,7 @@ def no_collection() -> Iterator[None]:
 
 
 def refuse_wrapped(root: nn.Module) -> None:
-    """Modules that are already distributed, or not yet built, cannot be recorded: say so by name."""
+    """Raise a `CaptureError` for modules that are already distributed or not built yet."""
     for path, module in root.named_modules():
         home, name = type(module).__module__, type(module).__name__
         reason = ""
@@ -88,7 +92,7 @@ def refuse_wrapped(root: nn.Module) -> None:
 
 @contextmanager
 def not_compiled() -> Iterator[None]:
-    """Whatever ``torch.compile`` has made of functions and modules runs as what it wraps."""
+    """Run the originals of functions and modules that were compiled by ``torch.compile``."""
     if "torch._dynamo.eval_frame" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
         return
@@ -96,79 +100,166 @@ def not_compiled() -> Iterator[None]:
         yield
 
 
-def is_abstract(root: nn.Module) -> bool:
-    """Whether a module has parameters or buffers without memory (on the meta device)."""
-    return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
+# ---------------------------------------------------------------- state at one moment
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Describes a container in a change of attributes."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class _Module:
+    """Attributes of one module at one moment, with copies of its plain containers and of its registries."""
+
+    path: str
+    module: nn.Module
+    attributes: dict[str, Any]
+    containers: dict[str, Any]
+    parameters: dict[str, Any] | None
+    buffers: dict[str, Any]
+    """Empty for a scripted module, which keeps registries of its own."""
 
 
 class Attributes:
-    """The plain attributes of modules at one moment, to see what a run leaves behind in Python."""
+    """The attributes of modules at one moment, to find or to undo the changes that a run makes."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
-        self.before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = [
-            (path, module, {**vars(module), **_plain_registry(module._buffers)}, dict(_containers(module)))
-            for path, module in modules
-        ]
+        self.before = [_attributes_of(path, module) for path, module in modules]
 
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
-        """Module path, module, attribute, value before and value now of each attribute that is another one now."""
-        for path, module, before, containers in self.before:
-            now: dict[str, Any] = {**vars(module), **_plain_registry(module._buffers)}
-            for name, value in now.items():
-                old = before.get(name)
+        """Module path, module, attribute, value before and value now of each attribute that has changed."""
+        for known in self.before:
+            before = {**known.attributes, **known.buffers}
+            for name, value in {**vars(known.module), **_plain_registry(known.module._buffers)}.items():
+                copy, old = known.containers.get(name), before.get(name)
                 if value is not old:
                     if name not in _REGISTRIES and name != "training":
-                        yield path, module, name, old, value
-                elif name in containers and not same_items(containers[name], value):
-                    was, now_is = len(containers[name]), len(vars(module)[name])
-                    after = f"{now_is} items" if was != now_is else f"{now_is} other items"
-                    yield path, module, name, f"{was} items", after
+                        yield known.path, known.module, name, old, value
+                elif copy is not None and not same_items(copy, value):
+                    after = f"{len(value)} items" if len(copy) != len(value) else f"{len(value)} other items"
+                    yield known.path, known.module, name, _Items(f"{len(copy)} items"), _Items(after)
+
+    def put(self) -> None:
+        """Let the modules have the attributes and registries of that moment, and no others."""
+        for known in self.before:
+            refill(vars(known.module), known.attributes)
+            for name, copy in known.containers.items():
+                if not same_items(copy, known.attributes[name]):
+                    refill(known.attributes[name], copy)
+            if known.parameters is not None:
+                refill(known.module._parameters, known.parameters)
+                refill(known.module._buffers, known.buffers)
+
+
+def _attributes_of(path: str, module: nn.Module) -> _Module:
+    attributes = vars(module).copy()
+    containers = {
+        name: value.copy()
+        for name, value in attributes.items()
+        if type(value) in CONTAINERS and (name not in OWN_NAMES or name == "_non_persistent_buffers_set")
+    }
+    plain = type(module._parameters) is dict and type(module._buffers) is dict
+    parameters = dict(module._parameters) if plain else None
+    return _Module(path, module, attributes, containers, parameters, dict(_plain_registry(module._buffers)))
 
 
 def _plain_registry(registry: Any) -> dict[str, Any]:
     return registry if type(registry) is dict else {}
 
 
+class Hooks:
+    """The hooks of modules at one moment."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
+        self.before = [(path, module, _hooks_of(module)) for path, module in modules]
+
+    def changes(self) -> Iterator[tuple[str, str]]:
+        """Module path and registry of hooks that were added or removed since."""
+        for path, module, hooks in self.before:
+            now = _hooks_of(module)
+            for name in {*hooks, *now}:
+                if not same_items(hooks.get(name, {}), now.get(name, {})):
+                    yield path, name
+
+    def put(self) -> None:
+        """Let the modules have the hooks of that moment, and no others."""
+        for _, module, known in self.before:
+            for name in _HOOKS:
+                hooks, wanted = vars(module).get(name), known.get(name, {})
+                if hooks is not None and not same_items(hooks, wanted):
+                    refill(hooks, wanted)
+
+
+def _hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    """The hooks of a module by registry, without empty registries."""
+    attributes = vars(module)
+    return {name: dict(hooks) for name in _HOOKS if (hooks := attributes.get(name))}
+
+
+class Setup:
+    """The plain attributes and the hooks of modules at one moment."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
+        modules = list(modules)
+        self.hooks = Hooks(modules)
+        self.attributes = [(module, set(vars(module)), _plain_attributes(module)) for _, module in modules]
+
+    def put(self) -> None:
+        """Let the modules have the plain attributes and hooks of that moment."""
+        for module, names, values in self.attributes:
+            now = vars(module)
+            for name in [name for name, value in now.items() if name not in names and is_plain_value(value)]:
+                del now[name]
+            now.update(values)
+        self.hooks.put()
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key != "training" and is_plain_value(value)}
+
+
 @contextmanager
 def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Whatever runs inside, buffers, gradients, attributes, hooks and the random number generators are as before.
+    """Leave buffers, gradients, attributes, hooks and random number generators as before, whatever runs inside.
 
-    `modules` are those of the root, if the caller has them at hand.
+    `modules` are those of the root, if the caller has a list of them.
     """
     modules = modules or list(root.modules())
+    named = [("", module) for module in modules]
     tensors = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]
     own = [value for module in modules for value in module._buffers.values() if value is not None]
     distinct = {id(tensor): tensor for tensor in [*own, *tensors] if not tensor.is_inference()}
     buffers = [(tensor, tensor.detach().clone()) for tensor in distinct.values()]
     parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     grads = [(parameter, parameter.grad) for parameter in parameters.values()]
-    attributes = [(module, vars(module).copy(), dict(_containers(module))) for module in modules]
-    registries = [
-        (module, dict(module._parameters), dict(module._buffers))
-        for module in modules
-        if type(module._parameters) is dict and type(module._buffers) is dict
-    ]
-    hooks = Hooks(("", module) for module in modules)
-    rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    attributes, hooks = Attributes(named), Hooks(named)
     try:
-        yield
+        with _same_draws():
+            yield
     finally:
-        for module, before, containers in attributes:
-            now = vars(module)
-            now.clear()
-            now.update(before)
-            for key, copy in containers.items():
-                value = before[key]
-                if not same_items(copy, value):
-                    value.clear()
-                    (value.extend if isinstance(value, (list, deque)) else value.update)(copy)
+        attributes.put()
         hooks.put()
-        for module, registered, known in registries:
-            module._parameters.clear()
-            module._parameters.update(registered)
-            module._buffers.clear()
-            module._buffers.update(known)
         with torch.no_grad():
             for buffer, value in buffers:  # not by version: batch norm changes its statistics without counting
                 if buffer.is_meta:
@@ -179,6 +270,16 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
                     buffer.data = value
         for parameter, grad in grads:
             parameter.grad = grad
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Leave the random number generators of torch, Python and numpy as before."""
+    rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
         torch.set_rng_state(rng)
         random.setstate(python_rng)
         np.random.set_state(numpy_rng)
@@ -186,20 +287,17 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
             torch.cuda.set_rng_state_all(cuda)
 
 
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
-_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+# ---------------------------------------------------------------- models without memory
 
 
-def _containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Copies of the plain containers of a module that a forward may append to."""
-    for key, value in vars(module).items():
-        if type(value) in _CONTAINERS and (key not in OWN_NAMES or key == "_non_persistent_buffers_set"):
-            yield key, value.copy()
+def is_abstract(root: nn.Module) -> bool:
+    """Whether a module has parameters or buffers on the meta device, which have no memory."""
+    return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch logs every op that fails on fake tensors, though failing is an answer that we ask for."""
+    """Silence the log of ops that fail on fake tensors: such failures are expected here."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -211,10 +309,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def stand_ins(root: nn.Module) -> Iterator[Any]:
-    """Put fake tensors (shape and dtype, no memory) in the place of all parameters, buffers and tensor attributes.
+    """Replace all parameters, buffers and tensor attributes by fake tensors (shape and dtype, no memory).
 
-    Yields the fake mode. The fakes live on the CPU whatever the device of the originals, so that what the model makes
-    of them fits the example batch. Names refer to the fakes while they are there.
+    Yields the fake mode. The fake tensors are on the CPU whatever the device of the originals, so that results of the
+    model fit the example batch. Names refer to the fake tensors inside.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

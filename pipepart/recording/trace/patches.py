@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn as nn
 
-from pipepart.recording.inputs.containers import library_of
-from pipepart.recording.model_state.own_names import OWN_NAMES
-from pipepart.recording.model_state.setup import Hooks, is_plain
+from pipepart.recording.inputs.trees import library_of
+from pipepart.recording.model_state.places import is_plain_value
+from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.model_state.side_effects import Effects
-from pipepart.recording.model_state.state import Attributes
+from pipepart.recording.model_state.state import Attributes, Hooks
 from pipepart.recording.trace import intrinsics, ops
 from pipepart.recording.trace.activation_checkpoints import Checkpoint, settings_of
 from pipepart.recording.trace.arguments import tensors_in, unwrap
@@ -110,7 +110,7 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
             continue
         if value == old and type(value) is type(old):
             continue
-        kind = Unsettled if is_plain(old) and is_plain(value) else NotRecordable
+        kind = Unsettled if is_plain_value(old) and is_plain_value(value) else NotRecordable
         lost.setdefault(
             path,
             kind(

@@ -18,7 +18,6 @@ from pipepart.recording.model_state import memos, state
 from pipepart.recording.model_state.places import Place
 from pipepart.recording.model_state.reachable import variables
 from pipepart.recording.model_state.reads import Reads
-from pipepart.recording.model_state.setup import Hooks, Setup
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
@@ -225,7 +224,7 @@ def settle(call: Call, leaves: list[Any], mode: Any) -> None:
         if mode is not None:
             stack.enter_context(mode)
         call.run([copy_leaf(leaf) for leaf in leaves])
-        after = Setup(call.root.named_modules())
+        after = state.Setup(call.root.named_modules())
     after.put()
 
 
@@ -287,7 +286,7 @@ def run_once(
                     patches.enter_context(watch_makers(recorder.makers, recorder.kept))
                 recorder.watching, recorder.drawn = settings.watching, outside_rng()
                 attributes, around = state.Attributes(names.listed), Effects(names.listed, partial(is_leaf, recorder))
-                hooks = Hooks(names.listed)
+                hooks = state.Hooks(names.listed)
                 with reads.collecting(settings.variables):
                     result, logs = call.run(values)
                 recorder.guards_of_state = reads.guards()
