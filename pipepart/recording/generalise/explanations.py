@@ -1,7 +1,7 @@
 """Constants that follow the size of the batch: found by comparing runs, and turned back into computations.
 
-``float(len(x))`` or ``2.0 * x.shape[0]`` leave Python before anybody can see where the number came from. Two runs at
-different sizes show that the constant changes; a simple law that holds for both, and for a third run, replaces it.
+The source of a number such as ``float(len(x))`` or ``2.0 * x.shape[0]`` cannot be recorded. Two runs at different sizes
+show that the constant changes. It is replaced by a simple formula that holds for both, and for a third run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Explanation", "explain", "put_back"]
 
 
 @dataclass(frozen=True)
-class Law:
+class Formula:
     """A family of functions of a size with one free constant."""
 
     solve: Callable[[Any, int], Any]
@@ -36,20 +36,20 @@ def _whole(a: Any, n: int) -> Any:
     return a / n
 
 
-LAWS: dict[str, Law] = {
-    "k * n": Law(_whole, lambda k, n: k * n, lambda g, k, n: g.call_function(operator.mul, (k, n))),
-    "n + k": Law(lambda a, n: a - n, lambda k, n: n + k, lambda g, k, n: g.call_function(operator.add, (n, k))),
-    "k / n": Law(
+FORMULAS: dict[str, Formula] = {
+    "k * n": Formula(_whole, lambda k, n: k * n, lambda g, k, n: g.call_function(operator.mul, (k, n))),
+    "n + k": Formula(lambda a, n: a - n, lambda k, n: n + k, lambda g, k, n: g.call_function(operator.add, (n, k))),
+    "k / n": Formula(
         lambda a, n: a * n if isinstance(a, float) else None,
         lambda k, n: k / n,
         lambda g, k, n: g.call_function(operator.truediv, (k, n)),
     ),
-    "k * sqrt(n)": Law(
+    "k * sqrt(n)": Formula(
         lambda a, n: a / math.sqrt(n) if isinstance(a, float) else None,
         lambda k, n: k * math.sqrt(n),
         lambda g, k, n: g.call_function(operator.mul, (k, g.call_function(math.sqrt, (n,)))),
     ),
-    "k / sqrt(n)": Law(
+    "k / sqrt(n)": Formula(
         lambda a, n: a * math.sqrt(n) if isinstance(a, float) else None,
         lambda k, n: k / math.sqrt(n),
         lambda g, k, n: g.call_function(operator.truediv, (k, g.call_function(math.sqrt, (n,)))),
@@ -61,25 +61,25 @@ LAWS: dict[str, Law] = {
 class Explanation:
     """A constant that is a function of the size of one dimension."""
 
-    law: str
+    formula: str
     constant: Any
     dimension: Dimension
 
     def value(self, size: int) -> Any:
-        """What the constant is at this size."""
-        return LAWS[self.law].apply(self.constant, size)
+        """The value of the constant at this size."""
+        return FORMULAS[self.formula].apply(self.constant, size)
 
     def holds(self, size: int, value: Any) -> bool:
-        """Whether `value` is what the law says for this size."""
+        """Whether `value` is the value of the formula at this size."""
         expected = self.value(size)
         return type(expected) is type(value) and math.isclose(expected, value, rel_tol=1e-9)
 
 
 def explain(dimension: Dimension, value: Any, size: int, other: Any) -> list[Explanation]:
-    """The laws under which a constant is `value` in the example and `other` at `size`, the simplest first."""
+    """The formulas by which a constant is `value` in the example and `other` at `size`, the simplest first."""
     found = []
-    for name, law in LAWS.items():
-        constant = law.solve(value, dimension.size)
+    for name, formula in FORMULAS.items():
+        constant = formula.solve(value, dimension.size)
         if constant is None:
             continue
         explanation = Explanation(name, constant, dimension)
@@ -91,12 +91,12 @@ def explain(dimension: Dimension, value: Any, size: int, other: Any) -> list[Exp
 def put_back(recorder: Recorder, node: fx.Node, position: int, explanation: Explanation) -> None:
     """Replace the constant at `position` among the arguments of `node` by the computation that explains it."""
     leaf, dim = explanation.dimension.places[0]
-    source = [n for n in recorder.graph.nodes if n.op == "placeholder"][leaf]
+    source = recorder.graph.find_nodes(op="placeholder")[leaf]
     fact = recorder.facts[node]
     known = set(recorder.graph.nodes)
     with recorder.graph.inserting_before(node):
         size = recorder.graph.call_method("size", (source, dim))
-        value = LAWS[explanation.law].emit(recorder.graph, explanation.constant, size)
+        value = FORMULAS[explanation.formula].emit(recorder.graph, explanation.constant, size)
     for made in recorder.graph.nodes:
         if made not in known:
             recorder.facts[made] = Fact(

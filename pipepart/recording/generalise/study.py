@@ -1,4 +1,4 @@
-"""The example at other sizes: which dimensions are free, and which constants follow them."""
+"""Runs at other sizes of the example: they show which dimensions are free, and which constants follow them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ __all__ = ["Study"]
 
 
 Sizes = Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]]
-"""For (input, dimension) pairs that change together: another size with the same graph, or None and why."""
+"""For (input, dimension) pairs that change together: another size with the same graph, or None and the reason."""
 
 
 class Study:
-    """The example at other sizes: which dimensions are free, and which constants follow them."""
+    """Records a call at other sizes than those of the example, to find free dimensions and constants that follow them.
+
+    `known` holds the results for the same call in the other mode (train or eval).
+    """
 
     def __init__(
         self,
@@ -47,9 +50,9 @@ class Study:
         self.sizes: dict[tuple[tuple[int, int], ...], tuple[int | None, str]] = {}
 
     def vary(self, dim: variants.Dimension) -> bool:
-        """Record at another size of `dim`; True if the graph is the same there.
+        """Record at another size of `dim`; returns True if the graph is the same.
 
-        What the other mode has found is used: a size that was right is tried first, a dimension with none is fixed.
+        Results of the other mode are used: a size with the same graph is tried first; a dimension without one is fixed.
         """
         right, reason = self.known.get(dim.places, (0, ""))
         if right is None and not dim.is_batch:
@@ -76,7 +79,7 @@ class Study:
                 self.sizes[dim.places] = size, ""
                 return True
             reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
-            if mismatch.constant and not self.settings.warm:  # perhaps the first run has set something up
+            if mismatch.constant and not self.settings.warm:  # the first run may have set something up
                 self.settings.warm = True
                 raise Retry
             if dim.is_batch:
@@ -86,9 +89,10 @@ class Study:
         return False
 
     def examples(self, others: Sequence[list[Any]]) -> None:
-        """Record on other batches; what has another size there, and gives the same graph, is free.
+        """Record on other batches; dimensions are free that have other sizes there while the graph is the same.
 
-        For batches in pieces: rows of their leaves cannot be left out, since other leaves refer to them.
+        This is for batches that are split as containers: rows of their leaves cannot be left out, since other leaves
+        refer to them.
         """
         for other in others:
             places = [
@@ -116,9 +120,9 @@ class Study:
             self.reasons.update(dict.fromkeys(dims, reason))
 
     def ignored_strings(self) -> set[int]:
-        """Inputs that are text (names of samples) and have no influence: another text gives the same graph."""
+        """Inputs that are texts (names of samples) without influence: other texts give the same graph."""
         texts = {i for i, leaf in enumerate(self.leaves) if _is_text(leaf)}
-        if self.call.step is None:  # an argument may be the name of a mode; the texts of a container are of its samples
+        if self.call.step is None:  # an argument may be the name of a mode; texts in a container belong to its samples
             pieces = self.call.batching is not None and self.call.batching.in_pieces
             texts = {i for i in texts if pieces and type(self.leaves[i]) is list}
         if not texts:
@@ -132,7 +136,7 @@ class Study:
         return set() if mismatch is not None or numbers else texts
 
     def notes(self) -> list[str]:
-        """What is fixed and why."""
+        """Notes on dimensions that are fixed, with the reasons."""
         free = {place for dim in self.proved for place in dim.places}
         return [
             f"{'batch size' if dim.is_batch else f'dimension of size {dim.size}'}: fixed; the model {reason}"
@@ -142,28 +146,28 @@ class Study:
 
     def _run(self, dim: variants.Dimension, size: int) -> Run:
         changed = variants.resize(self.leaves, dim, size)
-        with warnings.catch_warnings():  # what the model says of sizes that nobody asked for
+        with warnings.catch_warnings():  # the user did not ask for these sizes
             warnings.simplefilter("ignore")
             return run_once(self.call, changed, self.names, self.settings, self.mode)
 
     def _compare(self, run: Run) -> tuple[variants.Mismatch | None, list[variants.Difference]]:
-        known: variants.Known = {key: partial(_follows, law) for key, law in self.explained.items()}
+        known: variants.Known = {key: partial(_follows, item) for key, item in self.explained.items()}
         mismatch, numbers = variants.compare(self.base.recorder, run.recorder, known)
-        if mismatch is None and trees_differ(self.base, run):
-            mismatch = variants.Mismatch("", "the result or what is logged has another structure")
+        if mismatch is None and _structures_differ(self.base, run):
+            mismatch = variants.Mismatch("", "the results or the logged values have another structure")
         return mismatch, numbers
 
     def _explain(
         self, dim: variants.Dimension, size: int, numbers: list[variants.Difference]
     ) -> variants.Mismatch | None:
-        """Find laws for numbers that changed with `dim`, and try them at a third size."""
+        """Find formulas for numbers that changed with `dim`, and try them at a third size."""
         first = numbers[0]
         failure = variants.Mismatch(first.module, first.text)
-        laws = {(n.node, n.position): explain(dim, n.value, size, n.other) for n in numbers}
+        formulas = {(n.node, n.position): explain(dim, n.value, size, n.other) for n in numbers}
         third = next(
             (s for s in (*dim.candidates(), dim.size + 2, 2 * dim.size + 1) if s not in (dim.size, size)), None
         )
-        if third is None or not all(laws.values()):
+        if third is None or not all(formulas.values()):
             return failure
         try:
             run = self._run(dim, third)
@@ -173,8 +177,8 @@ class Study:
         if mismatch is not None:
             return mismatch
         values = {(n.node, n.position): n.other for n in seen}
-        for key, options in laws.items():
-            holding = [law for law in options if key in values and law.holds(third, values[key])]
+        for key, options in formulas.items():
+            holding = [item for item in options if key in values and item.holds(third, values[key])]
             if not holding:
                 return failure
             self.explained[key] = holding[0]
@@ -190,8 +194,8 @@ class Study:
         )
 
 
-def _follows(law: Explanation, recorder: Recorder, value: Any) -> bool:
-    return law.holds(variants.size_in(recorder, law.dimension), value)
+def _follows(explanation: Explanation, recorder: Recorder, value: Any) -> bool:
+    return explanation.holds(variants.size_in(recorder, explanation.dimension), value)
 
 
 def _is_text(leaf: Any) -> bool:
@@ -202,6 +206,6 @@ def _other_text(leaf: Any) -> Any:
     return f"{leaf}~" if isinstance(leaf, str) else type(leaf)(f"{item}~" for item in leaf)
 
 
-def trees_differ(a: Run, b: Run) -> bool:
-    """Whether two runs returned or logged differently."""
+def _structures_differ(a: Run, b: Run) -> bool:
+    """Whether the results or logs of two runs have different structures."""
     return a.output_tree != b.output_tree or [log[0] for log in a.logs] != [log[0] for log in b.logs]
