@@ -16,8 +16,7 @@ from pipepart.errors import CaptureError
 from pipepart.machine import check_products, products
 from pipepart.recording.annotate import annotate
 from pipepart.recording.generalise import variants
-from pipepart.recording.generalise.explanations import put_back
-from pipepart.recording.generalise.simplify import simplify
+from pipepart.recording.generalise.simplify import put_back, simplify
 from pipepart.recording.generalise.study import Study
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching, first_in_result

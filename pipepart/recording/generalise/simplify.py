@@ -13,11 +13,12 @@ from typing import Any
 
 import torch.fx as fx
 
+from pipepart.recording.generalise.study import FORMULAS, Explanation
 from pipepart.recording.trace import intrinsics
 from pipepart.recording.trace.facts import Fact
 from pipepart.recording.trace.recorder import Recorder
 
-__all__ = ["simplify"]
+__all__ = ["put_back", "simplify"]
 
 _SIZES = ("size", "numel", "stride")
 
@@ -131,3 +132,30 @@ def _drop_dead(base: Recorder) -> None:
             or (fact.number is not None and node.target == "item")
         ):
             base.graph.erase_node(node)
+
+
+def put_back(recorder: Recorder, node: fx.Node, position: int, explanation: Explanation) -> None:
+    """Replace the constant at `position` among the arguments of `node` by the computation that explains it."""
+    leaf, dim = explanation.dimension.places[0]
+    source = recorder.graph.find_nodes(op="placeholder")[leaf]
+    fact = recorder.facts[node]
+    known = set(recorder.graph.nodes)
+    with recorder.graph.inserting_before(node):
+        size = recorder.graph.call_method("size", (source, dim))
+        value = FORMULAS[explanation.formula].emit(recorder.graph, explanation.constant, size)
+    for made in recorder.graph.nodes:
+        if made not in known:
+            recorder.facts[made] = Fact(
+                fact.module, fact.module_class, fact.source, number=0, varies=True, checkpoint=fact.checkpoint
+            )
+    recorder.facts[size].number = explanation.dimension.size
+    recorder.facts[value].number = explanation.value(explanation.dimension.size)
+    count = -1
+
+    def swap(leaf_value: Any) -> Any:
+        nonlocal count
+        count += 1
+        return value if count == position else leaf_value
+
+    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), swap)
+    node.args, node.kwargs = args, kwargs

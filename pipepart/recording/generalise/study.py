@@ -1,23 +1,97 @@
-"""Runs at other sizes of the example: they show which dimensions are free, and which constants follow them."""
+"""Runs at other sizes of the example: they show which dimensions are free, and which constants follow them.
+
+The source of a number such as ``float(len(x))`` or ``2.0 * x.shape[0]`` cannot be recorded. Two runs at different sizes
+show that the constant changes. It is explained by a simple formula that holds for both, and for a third run.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from pipepart.errors import CaptureError
 from pipepart.recording.generalise import variants
-from pipepart.recording.generalise.explanations import Explanation, explain
 from pipepart.recording.model_state import state
 from pipepart.recording.trace.failures import NotRecordable
 from pipepart.recording.trace.recorder import Recorder
 from pipepart.recording.trace.runs import Call, Retry, Run, RunFailed, Settings, keep_whole, remember, run_once, suspect
 
-__all__ = ["Study"]
+__all__ = ["FORMULAS", "Explanation", "Study"]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A family of functions of a size with one free constant."""
+
+    solve: Callable[[Any, int], Any]
+    apply: Callable[[Any, int], Any]
+    emit: Callable[[fx.Graph, Any, fx.Node], fx.Node]
+
+
+def _whole(a: Any, n: int) -> Any:
+    if isinstance(a, int):
+        return a // n if a % n == 0 else None
+    return a / n
+
+
+FORMULAS: dict[str, Formula] = {
+    "k * n": Formula(_whole, lambda k, n: k * n, lambda g, k, n: g.call_function(operator.mul, (k, n))),
+    "n + k": Formula(lambda a, n: a - n, lambda k, n: n + k, lambda g, k, n: g.call_function(operator.add, (n, k))),
+    "k / n": Formula(
+        lambda a, n: a * n if isinstance(a, float) else None,
+        lambda k, n: k / n,
+        lambda g, k, n: g.call_function(operator.truediv, (k, n)),
+    ),
+    "k * sqrt(n)": Formula(
+        lambda a, n: a / math.sqrt(n) if isinstance(a, float) else None,
+        lambda k, n: k * math.sqrt(n),
+        lambda g, k, n: g.call_function(operator.mul, (k, g.call_function(math.sqrt, (n,)))),
+    ),
+    "k / sqrt(n)": Formula(
+        lambda a, n: a * math.sqrt(n) if isinstance(a, float) else None,
+        lambda k, n: k / math.sqrt(n),
+        lambda g, k, n: g.call_function(operator.truediv, (k, g.call_function(math.sqrt, (n,)))),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A constant that is a function of the size of one dimension."""
+
+    formula: str
+    constant: Any
+    dimension: variants.Dimension
+
+    def value(self, size: int) -> Any:
+        """The value of the constant at this size."""
+        return FORMULAS[self.formula].apply(self.constant, size)
+
+    def holds(self, size: int, value: Any) -> bool:
+        """Whether `value` is the value of the formula at this size."""
+        expected = self.value(size)
+        return type(expected) is type(value) and math.isclose(expected, value, rel_tol=1e-9)
+
+
+def _explanations(dimension: variants.Dimension, value: Any, size: int, other: Any) -> list[Explanation]:
+    """The formulas by which a constant is `value` in the example and `other` at `size`, the simplest first."""
+    found = []
+    for name, formula in FORMULAS.items():
+        constant = formula.solve(value, dimension.size)
+        if constant is None:
+            continue
+        explanation = Explanation(name, constant, dimension)
+        if explanation.holds(dimension.size, value) and explanation.holds(size, other):
+            found.append(explanation)
+    return found
 
 
 Sizes = Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]]
@@ -163,7 +237,7 @@ class Study:
         """Find formulas for numbers that changed with `dim`, and try them at a third size."""
         first = numbers[0]
         failure = variants.Mismatch(first.module, first.text)
-        formulas = {(n.node, n.position): explain(dim, n.value, size, n.other) for n in numbers}
+        formulas = {(n.node, n.position): _explanations(dim, n.value, size, n.other) for n in numbers}
         third = next(
             (s for s in (*dim.candidates(), dim.size + 2, 2 * dim.size + 1) if s not in (dim.size, size)), None
         )

@@ -103,19 +103,8 @@ def not_compiled() -> Iterator[None]:
 # ---------------------------------------------------------------- state at one moment
 
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name)
+"""Attributes of modules that hold hooks."""
 
 
 @dataclass(frozen=True)
@@ -223,20 +212,16 @@ class Setup:
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
         modules = list(modules)
         self.hooks = Hooks(modules)
-        self.attributes = [(module, set(vars(module)), _plain_attributes(module)) for _, module in modules]
+        self.attributes = [(module, vars(module).copy()) for _, module in modules]
 
     def put(self) -> None:
         """Let the modules have the plain attributes and hooks of that moment."""
-        for module, names, values in self.attributes:
+        for module, known in self.attributes:
             now = vars(module)
-            for name in [name for name, value in now.items() if name not in names and is_plain_value(value)]:
+            for name in [name for name, value in now.items() if name not in known and is_plain_value(value)]:
                 del now[name]
-            now.update(values)
+            now.update((name, v) for name, v in known.items() if name != "training" and is_plain_value(v))
         self.hooks.put()
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key != "training" and is_plain_value(value)}
 
 
 @contextmanager
@@ -275,16 +260,13 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
 @contextmanager
 def _same_draws() -> Iterator[None]:
     """Leave the random number generators of torch, Python and numpy as before."""
-    rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    python_rng, numpy_rng = random.getstate(), np.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
     finally:
-        torch.set_rng_state(rng)
         random.setstate(python_rng)
         np.random.set_state(numpy_rng)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
 
 
 # ---------------------------------------------------------------- models without memory
@@ -293,18 +275,6 @@ def _same_draws() -> Iterator[None]:
 def is_abstract(root: nn.Module) -> bool:
     """Whether a module has parameters or buffers on the meta device, which have no memory."""
     return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the log of ops that fail on fake tensors: such failures are expected here."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 @contextmanager
@@ -338,9 +308,13 @@ def stand_ins(root: nn.Module) -> Iterator[Any]:
             if tensors:
                 saved.append((registry, tensors))
                 registry.update({key: fake(value) for key, value in tensors.items()})
+    logger = logging.getLogger(
+        "torch._subclasses.fake_tensor"
+    )  # logs every op that fails on fake tensors, as some must
+    logged, logger.disabled = logger.disabled, True
     try:
-        with _quiet():
-            yield mode
+        yield mode
     finally:
+        logger.disabled = logged
         for registry, tensors in saved:
             registry.update(tensors)
