@@ -157,7 +157,7 @@ def opened(value: Any) -> Opened | None:
     if kind in (dict, collections.OrderedDict):
         return Opened(tuple(value), list(value.values()), partial(_mapping, kind, tuple(value)))
     if kind is collections.defaultdict:
-        make = partial(kind, value.default_factory)
+        make: Callable[[Any], Any] = partial(kind, value.default_factory)
         return Opened(tuple(value), list(value.values()), partial(_mapping, make, tuple(value)), value.default_factory)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return Opened(tuple(value._fields), list(value), kind._make)  # type: ignore[attr-defined]

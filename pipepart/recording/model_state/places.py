@@ -41,8 +41,8 @@ MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "nothing"})()
 """The value of a place that does not exist."""
 
 _FAST = frozenset({bool, int, float, str, type(None)})
-_NUMBERS = (*_FAST, complex)
-_PLAIN = (*_NUMBERS, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, np.generic)
+_NUMBERS: tuple[type, ...] = (*_FAST, complex)
+_PLAIN: tuple[type, ...] = (*_NUMBERS, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, np.generic)
 
 
 def is_plain_value(value: Any) -> bool:

@@ -141,13 +141,13 @@ class Attributes:
         for known in self.before:
             before = {**known.attributes, **known.buffers}
             for name, value in {**vars(known.module), **_plain_registry(known.module._buffers)}.items():
-                copy, old = known.containers.get(name), before.get(name)
-                if value is not old:
+                if value is not before.get(name):
                     if name not in _REGISTRIES and name != "training":
-                        yield known.path, known.module, name, old, value
-                elif copy is not None and not same_items(copy, value):
-                    after = f"{len(value)} items" if len(copy) != len(value) else f"{len(value)} other items"
-                    yield known.path, known.module, name, _Items(f"{len(copy)} items"), _Items(after)
+                        yield known.path, known.module, name, before.get(name), value
+                elif name in known.containers and not same_items(known.containers[name], value):
+                    was, now = len(known.containers[name]), len(value)
+                    after = f"{now} items" if was != now else f"{now} other items"
+                    yield known.path, known.module, name, _Items(f"{was} items"), _Items(after)
 
     def put(self) -> None:
         """Let the modules have the attributes and registries of that moment, and no others."""
