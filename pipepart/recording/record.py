@@ -111,7 +111,7 @@ def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Pla
         mode = stack.enter_context(state.stand_ins(call.root)) if state.is_abstract(call.root) else None
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode) for leaf in call.leaves]
-        settings, before = Settings(), state.Setup(names.listed)
+        settings, before = Settings(), state.Snapshot(names.listed)
         around = Effects(names.listed, lambda module, path: False)
         while True:
             try:
@@ -122,7 +122,7 @@ def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Pla
                 gc.collect(0)  # what the failed run has kept alive in its frames
             except Exception:
                 if settings.settled:
-                    before.put()
+                    before.restore_setup()
                 around.restore()
                 raise
 

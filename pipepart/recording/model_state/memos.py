@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from pipepart.recording.model_state.places import refill
 from pipepart.recording.model_state.side_effects import Effects
-from pipepart.recording.model_state.state import Attributes
+from pipepart.recording.model_state.state import Snapshot
 from pipepart.recording.trace.arguments import has_tracked, tensors_in
 from pipepart.recording.trace.failures import NotRecordable
 from pipepart.recording.trace.recorder import Recorder
@@ -53,7 +53,7 @@ def suspects(modules: Sequence[tuple[str, nn.Module]]) -> list[Any]:
 
     If it did, a run with empty dictionaries fills them again.
     """
-    candidates = _dictionaries(Attributes(modules), Effects(modules, lambda module, path: False))
+    candidates = _dictionaries(Snapshot(modules), Effects(modules, lambda module, path: False))
     return [table for _, table, _ in candidates if table and all(_has_number(key) for key in table)]
 
 
@@ -61,11 +61,11 @@ def _has_number(key: Any) -> bool:
     return type(key) is int or (isinstance(key, tuple) and any(_has_number(item) for item in key))
 
 
-def _dictionaries(attributes: Attributes, around: Effects) -> list[tuple[str, Any, Any]]:
+def _dictionaries(before: Snapshot, around: Effects) -> list[tuple[str, Any, Any]]:
     """Module path, dictionary, and a copy of the dictionary before the run."""
     inside: list[tuple[str, Any, Any]] = [
         (known.path, vars(known.module).get(name), copy)
-        for known in attributes.before
+        for known in before.modules
         for name, copy in known.containers.items()
     ]
     outside = [(variable.module, variable.value, variable.copy) for variable in around.variables]
@@ -73,7 +73,7 @@ def _dictionaries(attributes: Attributes, around: Effects) -> list[tuple[str, An
 
 
 def filled(
-    recorder: Recorder, attributes: Attributes, around: Effects, tables: Sequence[Any], suspected: Sequence[Any]
+    recorder: Recorder, before: Snapshot, around: Effects, tables: Sequence[Any], suspected: Sequence[Any]
 ) -> None:
     """Raise `Remembers` for dictionaries that the run has filled by size, unless they are among `tables`.
 
@@ -81,7 +81,7 @@ def filled(
     are `suspected`, only those count that the run has filled.
     """
     known, found = {id(table) for table in tables}, []
-    for path, table, copy in _dictionaries(attributes, around):
+    for path, table, copy in _dictionaries(before, around):
         new = {key: value for key, value in table.items() if key not in copy} if len(table) != len(copy) else {}
         if not new or not all(has_tracked(key) and _is_result(value) for key, value in new.items()):
             continue

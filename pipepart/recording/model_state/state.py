@@ -10,6 +10,7 @@ import gc
 import logging
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +25,8 @@ from pipepart.recording.model_state.places import CONTAINERS, is_plain_value, re
 from pipepart.recording.model_state.reachable import OWN_NAMES
 
 __all__ = [
-    "Attributes",
-    "Hooks",
     "Names",
-    "Setup",
+    "Snapshot",
     "is_abstract",
     "names_of",
     "no_collection",
@@ -119,28 +118,32 @@ class _Items:
 
 @dataclass(frozen=True)
 class _Module:
-    """Attributes of one module at one moment, with copies of its plain containers and of its registries."""
+    """The attributes of one module at one moment, with copies of its plain containers and of its registries.
+
+    Registries are its parameters, buffers and hooks, if there are any and they are in a dictionary of Python.
+    """
 
     path: str
     module: nn.Module
     attributes: dict[str, Any]
     containers: dict[str, Any]
-    parameters: dict[str, Any] | None
-    buffers: dict[str, Any]
-    """Empty for a scripted module, which keeps registries of its own."""
+    registries: dict[str, dict[Any, Any]]
 
 
-class Attributes:
-    """The attributes of modules at one moment, to find or to undo the changes that a run makes."""
+class Snapshot:
+    """The Python state of modules at one moment, to find or to undo the changes that a run makes."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
-        self.before = [_attributes_of(path, module) for path, module in modules]
+        self.modules = [
+            _Module(path, module, vars(module).copy(), _containers(module), _registries(module))
+            for path, module in modules
+        ]
 
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
         """Module path, module, attribute, value before and value now of each attribute that has changed."""
-        for known in self.before:
-            before = {**known.attributes, **known.buffers}
-            for name, value in {**vars(known.module), **_plain_registry(known.module._buffers)}.items():
+        for known in self.modules:
+            before = {**known.attributes, **known.registries.get("_buffers", {})}
+            for name, value in {**vars(known.module), **_registries(known.module).get("_buffers", {})}.items():
                 if value is not before.get(name):
                     if name not in _REGISTRIES and name != "training":
                         yield known.path, known.module, name, before.get(name), value
@@ -149,79 +152,56 @@ class Attributes:
                     after = f"{now} items" if was != now else f"{now} other items"
                     yield known.path, known.module, name, _Items(f"{was} items"), _Items(after)
 
-    def put(self) -> None:
-        """Let the modules have the attributes and registries of that moment, and no others."""
-        for known in self.before:
+    def hook_changes(self) -> Iterator[tuple[str, str]]:
+        """Module path and registry of hooks that were added or removed."""
+        for known in self.modules:
+            now = _registries(known.module)
+            for name in _HOOKS:
+                if not same_items(known.registries.get(name, {}), now.get(name, {})):
+                    yield known.path, name
+
+    def restore(self) -> None:
+        """Let the modules have the attributes, registries and containers of that moment, and no others."""
+        for known in self.modules:
             refill(vars(known.module), known.attributes)
             for name, copy in known.containers.items():
                 if not same_items(copy, known.attributes[name]):
                     refill(known.attributes[name], copy)
-            if known.parameters is not None:
-                refill(known.module._parameters, known.parameters)
-                refill(known.module._buffers, known.buffers)
+            _put_back(known, ("_parameters", "_buffers", *_HOOKS))
+
+    def restore_setup(self) -> None:
+        """Let the modules have the plain attributes and the hooks of that moment."""
+        for known in self.modules:
+            now = vars(known.module)
+            for name in [name for name, value in now.items() if name not in known.attributes and is_plain_value(value)]:
+                del now[name]
+            now.update((name, v) for name, v in known.attributes.items() if name != "training" and is_plain_value(v))
+            _put_back(known, _HOOKS)
 
 
-def _attributes_of(path: str, module: nn.Module) -> _Module:
-    attributes = vars(module).copy()
-    containers = {
+def _containers(module: nn.Module) -> dict[str, Any]:
+    """Copies of the plain containers of a module that a forward may change."""
+    return {
         name: value.copy()
-        for name, value in attributes.items()
+        for name, value in vars(module).items()
         if type(value) in CONTAINERS and (name not in OWN_NAMES or name == "_non_persistent_buffers_set")
     }
-    plain = type(module._parameters) is dict and type(module._buffers) is dict
-    parameters = dict(module._parameters) if plain else None
-    return _Module(path, module, attributes, containers, parameters, dict(_plain_registry(module._buffers)))
 
 
-def _plain_registry(registry: Any) -> dict[str, Any]:
-    return registry if type(registry) is dict else {}
+def _registries(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    own = vars(module)
+    return {
+        name: dict(registry)
+        for name in ("_parameters", "_buffers", *_HOOKS)
+        if (registry := own.get(name)) and type(registry) in (dict, OrderedDict)
+    }
 
 
-class Hooks:
-    """The hooks of modules at one moment."""
-
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
-        self.before = [(path, module, _hooks_of(module)) for path, module in modules]
-
-    def changes(self) -> Iterator[tuple[str, str]]:
-        """Module path and registry of hooks that were added or removed since."""
-        for path, module, hooks in self.before:
-            now = _hooks_of(module)
-            for name in {*hooks, *now}:
-                if not same_items(hooks.get(name, {}), now.get(name, {})):
-                    yield path, name
-
-    def put(self) -> None:
-        """Let the modules have the hooks of that moment, and no others."""
-        for _, module, known in self.before:
-            for name in _HOOKS:
-                hooks, wanted = vars(module).get(name), known.get(name, {})
-                if hooks is not None and not same_items(hooks, wanted):
-                    refill(hooks, wanted)
-
-
-def _hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    """The hooks of a module by registry, without empty registries."""
-    attributes = vars(module)
-    return {name: dict(hooks) for name in _HOOKS if (hooks := attributes.get(name))}
-
-
-class Setup:
-    """The plain attributes and the hooks of modules at one moment."""
-
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
-        modules = list(modules)
-        self.hooks = Hooks(modules)
-        self.attributes = [(module, vars(module).copy()) for _, module in modules]
-
-    def put(self) -> None:
-        """Let the modules have the plain attributes and hooks of that moment."""
-        for module, known in self.attributes:
-            now = vars(module)
-            for name in [name for name, value in now.items() if name not in known and is_plain_value(value)]:
-                del now[name]
-            now.update((name, v) for name, v in known.items() if name != "training" and is_plain_value(v))
-        self.hooks.put()
+def _put_back(known: _Module, names: Iterable[str]) -> None:
+    for name in names:
+        registry, wanted = vars(known.module).get(name), known.registries.get(name, {})
+        if type(registry) in (dict, OrderedDict) and (registry or wanted):
+            refill(registry, wanted)
 
 
 @contextmanager
@@ -231,20 +211,18 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
     `modules` are those of the root, if the caller has a list of them.
     """
     modules = modules or list(root.modules())
-    named = [("", module) for module in modules]
     tensors = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]
     own = [value for module in modules for value in module._buffers.values() if value is not None]
     distinct = {id(tensor): tensor for tensor in [*own, *tensors] if not tensor.is_inference()}
     buffers = [(tensor, tensor.detach().clone()) for tensor in distinct.values()]
     parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     grads = [(parameter, parameter.grad) for parameter in parameters.values()]
-    attributes, hooks = Attributes(named), Hooks(named)
+    before = Snapshot(("", module) for module in modules)
     try:
         with _same_draws():
             yield
     finally:
-        attributes.put()
-        hooks.put()
+        before.restore()
         with torch.no_grad():
             for buffer, value in buffers:  # not by version: batch norm changes its statistics without counting
                 if buffer.is_meta:
