@@ -7,20 +7,22 @@ wrong; for gradients, the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
-import torch.nn as nn
 
 from pipepart.recording.execution.ops_run import resolve, where_is
 from pipepart.recording.proof.differences import Difference, differ
 from pipepart.recording.proof.outcome import compact
-from pipepart.recording.trace.facts import Fact, gradient_edge, storage_of
+from pipepart.recording.trace.facts import gradient_edge, storage_of
 
-__all__ = ["Trace", "TracedGraph", "blame"]
+if TYPE_CHECKING:
+    from pipepart.recording.recording import Recording
+    from pipepart.recording.trace.recorder import Recorder
+
+__all__ = ["Trace", "blame"]
 
 
 class Trace:
@@ -62,23 +64,15 @@ class Trace:
         return None if found[0] is None else found[0].detach()
 
 
-@dataclass(frozen=True)
-class TracedGraph:
-    """The graph of a traced run of the model, and the facts on its ops."""
-
-    graph: fx.Graph
-    facts: Mapping[fx.Node, Fact]
-
-
 class _Case:
     """The traced runs of the model and of the recording, side by side."""
 
-    def __init__(self, model: Trace, recorded: Trace, graph: TracedGraph, recording: fx.Graph, root: nn.Module):
-        self.model, self.recorded, self.root = model, recorded, root
-        self.facts = graph.facts
-        self.nodes = {node.name: node for node in graph.graph.nodes}
+    def __init__(self, model: Trace, recorded: Trace, recorder: Recorder, recording: Recording):
+        self.model, self.recorded, self.root = model, recorded, recording.root
+        self.facts = recorder.facts
+        self.nodes = {node.name: node for node in recorder.graph.nodes}
         self.position = {name: i for i, name in enumerate(self.nodes)}
-        self.kept = {node.name: node for node in recording.nodes}
+        self.kept = {node.name: node for node in recording.graph.nodes}
 
     def op(self, name: str) -> str:
         """An op in words: its name and its place."""
@@ -194,11 +188,9 @@ def _is_part(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") in ("getitem", "getattr")
 
 
-def blame(
-    model: Trace, recorded: Trace, graph: TracedGraph, recording: fx.Graph, root: nn.Module, found: Sequence[Difference]
-) -> str:
-    """One sentence on the op at fault; empty if no op is found. `graph` belongs to the traced run of the model."""
-    case = _Case(model, recorded, graph, recording, root)
+def blame(model: Trace, recorded: Trace, recorder: Recorder, recording: Recording, found: Sequence[Difference]) -> str:
+    """One sentence on the op at fault; empty if no op is found. `recorder` made the traced run of the model."""
+    case = _Case(model, recorded, recorder, recording)
     if any(item.kind == "output" for item in found):
         name = case.first_value()
         return f"values differ from {case.op(name)} on: its inputs are right, its result is wrong" if name else ""

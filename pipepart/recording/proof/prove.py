@@ -18,7 +18,7 @@ from pipepart.errors import CaptureError
 from pipepart.recording.execution.ops_run import where_is
 from pipepart.recording.inputs.leaves import named
 from pipepart.recording.model_state import state
-from pipepart.recording.proof.blame import Trace, TracedGraph, blame
+from pipepart.recording.proof.blame import Trace, blame
 from pipepart.recording.proof.differences import Difference, beyond_rounding, differences
 from pipepart.recording.proof.outcome import Outcome
 from pipepart.recording.proof.replay import Replay, replayed
@@ -154,8 +154,7 @@ class _Proof:
         if not found and not got.failure:
             return [], ""
         replayed(recording, leaves, None, backward, recorded)
-        graph = TracedGraph(run.recorder.graph, run.recorder.facts)
-        return found, blame(model, recorded, graph, recording.graph, recording.root, found)
+        return found, blame(model, recorded, run.recorder, recording, found)
 
 
 def _differentiable(leaf: Any) -> Any:
