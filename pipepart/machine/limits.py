@@ -60,7 +60,7 @@ def limit_instructions() -> Products | None:
     if cpu is None:
         return None
     inherited = os.environ.get(_DONE)
-    if inherited is not None:  # a parent has tried, and has set what is needed
+    if inherited is not None:  # a parent has tried, and has set the limit
         limit = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         return Products(tuple(name for name in inherited.split(",") if name in _DTYPES), limit)
     answer = _kept(cpu)

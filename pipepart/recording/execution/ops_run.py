@@ -85,16 +85,16 @@ class RecordedGraph(fx.GraphModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._root.named_parameters(remove_duplicate=remove_duplicate):
-            if name in self._used:
-                yield f"{prefix}{'.' if prefix else ''}{name}", parameter
+        return self._own(self._root.named_parameters(prefix, remove_duplicate=remove_duplicate), prefix)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self._root.named_buffers(remove_duplicate=remove_duplicate):
-            if name in self._used:
-                yield f"{prefix}{'.' if prefix else ''}{name}", buffer
+        return self._own(self._root.named_buffers(prefix, remove_duplicate=remove_duplicate), prefix)
+
+    def _own(self, named: Iterator[tuple[str, Any]], prefix: str) -> Iterator[tuple[str, Any]]:
+        names = {f"{prefix}.{name}" if prefix else name for name in self._used}
+        return (item for item in named if item[0] in names)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The part of the root's state that this graph uses, under full names."""

@@ -5,7 +5,7 @@ used only for the arguments of torch's own functions. Both agree on containers t
 texts is one leaf here, and dataclasses, batches of graphs and other containers of libraries are opened.
 
 A container is built again from a shell: a copy without its contents. No constructor is called, because it may not fit
-(fields that it does not take, arguments that are no fields, checks that hold for the whole batch only). All other
+(fields that it does not take, arguments without a field, checks that hold only for the whole batch). All other
 attributes of the container are kept, and a program may change its container without changing that of its caller.
 """
 
@@ -47,7 +47,7 @@ Build = Callable[[list[Any]], Any]
 class Tree:
     """The structure of a nested value: the type of the container, the keys of its children, and their structures.
 
-    `context` is everything else of the container that decides what a program does with it. `build` makes an equal
+    `context` is everything else of the container that affects what a program does with it. `build` makes an equal
     container around other children; it does not count when structures are compared.
     """
 
@@ -196,7 +196,7 @@ def _registered(kind: type, context: Any, children: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Shell:
-    """A container without its contents: its class and the attributes that are no contents."""
+    """A container without its contents: its class and its other attributes."""
 
     kind: Any
     attributes: Mapping[str, Any]

@@ -163,7 +163,7 @@ _DIGITS = 0.5
 def beyond_rounding(
     found: list[Difference], wanted: Outcome, root: nn.Module, run: Callable[[], Outcome]
 ) -> list[Difference]:
-    """The differences that are no rounding errors. `run` makes `wanted` again, with the current parameters."""
+    """The differences beyond rounding errors. `run` makes `wanted` again, with the current parameters."""
     if not any(_is_comparable(item, wanted) for item in found):
         return found
     noise: dict[str, float] = {}

@@ -223,4 +223,4 @@ def _refusal(
             "  likely: the model draws random numbers outside torch, or keeps results of an earlier call in Python objects\n"
             "  do: make it a function of its inputs, its parameters and torch's random numbers"
         )
-    return f"{name}: the recorded graph does not compute what the model computes: {first}.\n{where}{likely}"
+    return f"{name}: the recorded graph gives other results than the model: {first}.\n{where}{likely}"
