@@ -10,7 +10,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -98,30 +98,29 @@ Sizes = Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]]
 """For (input, dimension) pairs that change together: another size with the same graph, or None and the reason."""
 
 
+@dataclass
 class Study:
     """Records a call at other sizes than those of the example, to find free dimensions and constants that follow them.
 
     `known` holds the results for the same call in the other mode (train or eval).
     """
 
-    def __init__(
-        self,
-        call: Call,
-        leaves: list[Any],
-        base: Run,
-        names: state.Names,
-        settings: Settings,
-        mode: Any,
-        known: Sizes,
-    ):
-        self.call, self.leaves, self.base = call, leaves, base
-        self.names, self.settings, self.mode = names, settings, mode
-        self.runs = [base]
-        self.proved: list[variants.Dimension] = []
-        self.explained: dict[tuple[int, int], Explanation] = {}
-        self.reasons: dict[variants.Dimension, str] = {}
-        self.known = known
-        self.sizes: dict[tuple[tuple[int, int], ...], tuple[int | None, str]] = {}
+    call: Call
+    leaves: list[Any]
+    base: Run
+    names: state.Names
+    settings: Settings
+    mode: Any
+    known: Sizes
+    runs: list[Run] = field(default_factory=list)
+    """Runs with the same graph, beginning with `base`."""
+    proved: list[variants.Dimension] = field(default_factory=list)
+    explained: dict[tuple[int, int], Explanation] = field(default_factory=dict)
+    reasons: dict[variants.Dimension, str] = field(default_factory=dict)
+    sizes: dict[tuple[tuple[int, int], ...], tuple[int | None, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.runs.append(self.base)
 
     def vary(self, dim: variants.Dimension) -> bool:
         """Record at another size of `dim`; returns True if the graph is the same.

@@ -42,7 +42,7 @@ __all__ = [
 MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "nothing"})()
 """The value of a place that does not exist."""
 
-_FAST = frozenset({bool, int, float, str, type(None)})
+_FAST: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 _NUMBERS: tuple[type, ...] = (*_FAST, complex)
 _PLAIN: tuple[type, ...] = (*_NUMBERS, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, np.generic)
 

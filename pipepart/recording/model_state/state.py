@@ -143,13 +143,14 @@ class Snapshot:
         """Module path, module, attribute, value before and value now of each attribute that has changed."""
         for known in self.modules:
             before = {**known.attributes, **known.registries.get("_buffers", {})}
-            for name, value in {**vars(known.module), **_registries(known.module).get("_buffers", {})}.items():
+            now: dict[str, Any] = {**vars(known.module), **_registries(known.module).get("_buffers", {})}
+            for name, value in now.items():
                 if value is not before.get(name):
                     if name not in _REGISTRIES and name != "training":
                         yield known.path, known.module, name, before.get(name), value
                 elif name in known.containers and not same_items(known.containers[name], value):
-                    was, now = len(known.containers[name]), len(value)
-                    after = f"{now} items" if was != now else f"{now} other items"
+                    was, count = len(known.containers[name]), len(value)
+                    after = f"{count} items" if was != count else f"{count} other items"
                     yield known.path, known.module, name, _Items(f"{was} items"), _Items(after)
 
     def hook_changes(self) -> Iterator[tuple[str, str]]:
