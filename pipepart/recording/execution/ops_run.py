@@ -16,13 +16,14 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
+from pipepart.recording.model_state.state import tensor_names
 from pipepart.recording.trace.contexts import set_switches, switches
 from pipepart.recording.trace.intrinsics import set_attribute
 
 if TYPE_CHECKING:
     from pipepart.recording.recording import Recording
 
-__all__ = ["RecordedGraph", "RecordedModule", "resolve", "tensor_names", "used_tensors", "where_is"]
+__all__ = ["RecordedGraph", "RecordedModule", "resolve", "used_tensors", "where_is"]
 
 
 class RecordedGraph(fx.GraphModule):
@@ -137,14 +138,6 @@ class RecordedModule(nn.Module):
         self.recording.root.train(mode)
         self.training = mode
         return self
-
-
-def tensor_names(root: nn.Module) -> dict[int, str]:
-    """The first name of each parameter and buffer of the root, by identity, in order."""
-    canonical: dict[int, str] = {}
-    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        canonical.setdefault(id(tensor), name)
-    return canonical
 
 
 def used_tensors(

@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,33 +34,38 @@ __all__ = [
     "preserved",
     "refuse_wrapped",
     "stand_ins",
+    "tensor_names",
 ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Names:
     """Full names of the modules and tensors of a root, by identity; tied ones have their first name."""
 
-    modules: dict[int, str] = field(default_factory=dict)
-    listed: list[tuple[str, nn.Module]] = field(default_factory=list)
-    tensors: dict[int, str] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)
+    listed: list[tuple[str, nn.Module]]
+    modules: dict[int, str]
+    tensors: dict[int, str]
+    kept: list[torch.Tensor]
+    """The tensors themselves, so that their identities stay valid."""
 
 
 def names_of(root: nn.Module) -> Names:
     """The names of all modules and tensors that a recorded run of `root` may use."""
-    names = Names()
-    names.listed = list(root.named_modules())
-    for path, module in names.listed:
-        names.modules[id(module)] = path
-    for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        names.tensors.setdefault(id(tensor), path)
-        names.kept.append(tensor)
-    for path, module in names.listed:
+    listed, tensors = list(root.named_modules()), tensor_names(root)
+    kept: list[torch.Tensor] = [*root.parameters(), *root.buffers()]
+    for path, module in listed:
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
-                names.tensors.setdefault(id(value), f"{path}.{key}" if path else key)
-                names.kept.append(value)
+                tensors.setdefault(id(value), f"{path}.{key}" if path else key)
+                kept.append(value)
+    return Names(listed, {id(module): path for path, module in listed}, tensors, kept)
+
+
+def tensor_names(root: nn.Module) -> dict[int, str]:
+    """The first name of each parameter and buffer of the root, by identity, in order."""
+    names: dict[int, str] = {}
+    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+        names.setdefault(id(tensor), name)
     return names
 
 
