@@ -6,8 +6,9 @@ import torch.fx as fx
 
 from pipepart.graph.opgraph import Op, OpGraph
 from pipepart.recording.execution.colocate import colocated
-from pipepart.recording.execution.ops_run import tensor_names, used_tensors
+from pipepart.recording.execution.ops_run import used_tensors
 from pipepart.recording.fingerprint import target_name
+from pipepart.recording.model_state.state import tensor_names
 from pipepart.recording.recording import OpMeta, Recording
 
 __all__ = ["op_graph"]

@@ -24,7 +24,7 @@ from pipepart.lightning.watched_containers import Path, Touched, Watched, text_o
 from pipepart.recording import Recording
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
-from pipepart.recording.model_state.own_names import OWN_NAMES
+from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.trace.symbols import is_tracked, plain
 
 __all__ = ["Effect", "Effects", "outer_metrics", "watched"]

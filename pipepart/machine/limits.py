@@ -1,7 +1,12 @@
-"""Try 16-bit products in a child process, limit this process and its children to what works, refuse the rest."""
+"""Limits of the instruction set: 16-bit products are tried in a child process, and the answer is kept on disk.
+
+The process and its children are limited to the instructions that work. Dtypes without a working limit are refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import runpy
 import select
@@ -9,15 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipepart.errors import ConfigError
-from pipepart.machine.answers import VARIABLES, Products, announced, keep, kept
+from pipepart.machine.host import cache_folder, cpu_with_amx
 
 __all__ = ["Products", "check_products", "limit_instructions", "products", "usable"]
 
+_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables that limit oneDNN, torch's own kernels and MKL."""
 _LIMITS: tuple[dict[str, str], ...] = (
     {},
     {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
@@ -28,27 +37,37 @@ _LIMITS: tuple[dict[str, str], ...] = (
 _DTYPES = ("bfloat16", "float16")
 _PATIENCE = 120.0  # seconds for a child that imports torch on a loaded machine
 _DONE = "PIPEPART_PRODUCTS"
-"""Tells the children of this process which dtypes work in the environment that they inherit."""
+"""Environment variable that tells child processes which dtypes work in the environment that they inherit."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """The dtypes whose products work on this machine, and the limit that they need."""
+
+    works: tuple[str, ...]
+    """Dtypes whose products work under `limit`."""
+    limit: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the limit."""
 
 
 @cache
 def limit_instructions() -> Products | None:
-    """Limit this process and its children, if that is needed here; returns what was found. None: nothing to try.
+    """Limit this process and its children if the machine needs it. Returns None if there is nothing to try.
 
     The cost is a few lines of /proc/cpuinfo where AMX is not announced, and one small file where the answer is known.
     """
-    cpu = announced()
+    cpu = cpu_with_amx()
     if cpu is None:
         return None
     inherited = os.environ.get(_DONE)
-    if inherited is not None:  # a parent has tried, and has set what is needed
-        limit = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if inherited is not None:  # a parent has tried, and has set the limit
+        limit = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         return Products(tuple(name for name in inherited.split(",") if name in _DTYPES), limit)
-    answer = kept(cpu)
+    answer = _kept(cpu)
     if answer is None:
         answer, certain = _tried()
         if certain:
-            keep(cpu, answer)
+            _keep(cpu, answer)
     _late.extend(["torch"] if answer.limit and "torch" in sys.modules else [])
     os.environ.update(answer.limit)
     os.environ[_DONE] = ",".join(answer.works)
@@ -56,16 +75,16 @@ def limit_instructions() -> Products | None:
 
 
 _late: list[str] = []
-"""Has an entry if torch was imported, and has perhaps chosen its instructions, before the limit was set."""
+"""Has an entry if torch was imported, and may have chosen its instructions, before the limit was set."""
 
 
 def products() -> Products | None:
-    """What was found for this machine; None where there was nothing to try."""
+    """The result of the trial on this machine; None where there was nothing to try."""
     return limit_instructions()
 
 
 def usable(dtype: str) -> bool:
-    """Whether products of a dtype (as torch names it) can be computed in this very process."""
+    """Whether products of a dtype, as named by torch, can be computed in this process."""
     found = limit_instructions()
     if found is None or dtype not in _DTYPES:
         return True
@@ -94,14 +113,15 @@ def check_products(dtypes: Iterable[str]) -> None:
 
 
 def _tried() -> tuple[Products, bool]:
-    """The weakest limit under which all products work; else the strongest one, and the dtypes that work under it.
+    """The weakest limit under which all products work; else the strongest one, with the dtypes that work under it.
 
-    A child that did not come to an end by itself or by a signal says nothing: then all is taken to work, for this time.
+    Also returns whether the answer is certain. If a child fails for another reason than a signal, all dtypes are assumed
+    to work, and the answer is not kept.
     """
     answer = Products(())
     for limit in _LIMITS:
         if any(name in os.environ for name in limit):
-            continue  # the user has said something else
+            continue  # the user has set it
         works = _child(limit)
         if works is None:
             return Products(_DTYPES), False
@@ -112,7 +132,7 @@ def _tried() -> tuple[Products, bool]:
 
 
 def _child(limit: dict[str, str]) -> tuple[str, ...] | None:
-    """The dtypes that a new process under a limit survives; None if it failed for a reason of its own."""
+    """The dtypes that a new process survives under a limit; None if the process failed for another reason."""
     try:
         done = subprocess.run(
             [sys.executable, str(_program())],
@@ -125,7 +145,7 @@ def _child(limit: dict[str, str]) -> tuple[str, ...] | None:
         )
     except (subprocess.TimeoutExpired, OSError):
         return None
-    return _said(done.stdout) if done.returncode <= 0 else None
+    return _working(done.stdout) if done.returncode <= 0 else None
 
 
 @cache
@@ -152,13 +172,46 @@ def _works_here() -> tuple[str, ...]:
         os.close(reads)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return _said(said)
+    return _working(said)
 
 
-def _said(text: bytes) -> tuple[str, ...]:
+def _working(text: bytes) -> tuple[str, ...]:
     lines = text.decode(errors="replace").splitlines()
     return tuple(name for name in _DTYPES if f"works {name}" in lines)
 
 
 def _program() -> Path:
-    return Path(os.environ.get("PIPEPART_CPU_PROBE") or Path(__file__).with_name("products.py"))
+    return Path(os.environ.get("PIPEPART_CPU_PROBE") or Path(__file__).with_name("probe.py"))
+
+
+def _kept(cpu: tuple[str, str]) -> Products | None:
+    """The answer for this CPU on disk; None if there is none that can be read."""
+    try:
+        data = json.loads(_file(cpu).read_text())
+        works = tuple(str(name) for name in data["works"])
+        return Products(works, {str(name): str(value) for name, value in data["limit"].items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _keep(cpu: tuple[str, str], answer: Products) -> None:
+    """Write the answer in one piece. If the folder cannot be written, the next process tries again."""
+    path = _file(cpu)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}.tmp")
+        beside.write_text(json.dumps({**asdict(answer), "cpu": cpu[0]}, indent=1) + "\n")
+        os.replace(beside, path)
+    except OSError:
+        return
+
+
+def _file(cpu: tuple[str, str]) -> Path:
+    """The file of the answer; its name depends on the CPU, the version of torch and the limits of the user."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = ""
+    said = [os.environ.get(name, "") for name in (*_VARIABLES, "PIPEPART_CPU_PROBE")]
+    name = hashlib.sha256(json.dumps([cpu, torch, said]).encode()).hexdigest()[:16]
+    return cache_folder() / f"products-{name}.json"

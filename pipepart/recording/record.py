@@ -16,17 +16,15 @@ from pipepart.errors import CaptureError
 from pipepart.machine import check_products, products
 from pipepart.recording.annotate import annotate
 from pipepart.recording.generalise import variants
-from pipepart.recording.generalise.explanations import put_back
-from pipepart.recording.generalise.simplify import simplify
+from pipepart.recording.generalise.simplify import put_back, simplify
 from pipepart.recording.generalise.study import Study
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching, first_in_result
 from pipepart.recording.inputs.leaves import describe_leaf, named, short_path
 from pipepart.recording.model_state import state
 from pipepart.recording.model_state.places import Place, is_number, number_of
-from pipepart.recording.model_state.setup import Setup
 from pipepart.recording.model_state.side_effects import Effects
-from pipepart.recording.proof.against import prove_call
+from pipepart.recording.proof.prove import prove_call
 from pipepart.recording.recording import ANY, GuardError, Input, LogCall, Recording
 from pipepart.recording.trace.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
 from pipepart.recording.trace.runs import (
@@ -113,7 +111,7 @@ def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Pla
         mode = stack.enter_context(state.stand_ins(call.root)) if state.is_abstract(call.root) else None
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode) for leaf in call.leaves]
-        settings, before = Settings(), Setup(names.listed)
+        settings, before = Settings(), state.Snapshot(names.listed)
         around = Effects(names.listed, lambda module, path: False)
         while True:
             try:
@@ -124,7 +122,7 @@ def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Pla
                 gc.collect(0)  # what the failed run has kept alive in its frames
             except Exception:
                 if settings.settled:
-                    before.put()
+                    before.restore_setup()
                 around.restore()
                 raise
 
@@ -197,7 +195,7 @@ def _record(
     equal = tuple(dim.places for dim in study.proved if len(dim.places) > 1)
     try:
         recording = _recording(call, base, inputs, equal, settings, study)
-        notes = prove_call(recording, call, leaves, base, names, settings, mode, as_it_is)
+        notes = prove_call(recording, call, leaves, names, settings, mode, base.outcome if as_it_is else None)
         return dataclasses.replace(recording, notes=(*recording.notes, *notes)) if notes else recording
     except GuardError as error:  # what was seen with two samples does not hold for the one that was given
         if base_leaves is leaves or settings.single:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipepart.recording.inputs.containers import library_of
+from pipepart.recording.inputs.trees import library_of
 
 __all__ = ["is_molecules", "molecules_of", "put_together"]
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from pipepart.errors import PlanError
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import BatchDim, batching_of, leaf_name
-from pipepart.recording.inputs.containers import library_of
+from pipepart.recording.inputs.trees import library_of
 from pipepart.samples.molecules import is_molecules, molecules_of, put_together
 
 __all__ = ["Piece", "Pieces", "other_batches", "own_split", "pieces_of"]
@@ -111,7 +111,7 @@ def own_split(root: nn.Module | None) -> Callable[[Any, int], Sequence[Any]] | N
 
 def _containers(value: Any, path: str = "") -> list[tuple[str, Any]]:
     """All containers in a batch with their paths, those that are no plain containers included."""
-    from pipepart.recording.inputs.containers import opened
+    from pipepart.recording.inputs.trees import opened
 
     parts = opened(value)
     if parts is None or _in_one_piece(value) or _is_graph_batch(value):

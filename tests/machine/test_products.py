@@ -102,7 +102,7 @@ def machine(tmp_path: Path) -> Machine:
         pytest.skip("oneDNN has no AVX-512 kernels to choose on this CPU")
     made = Machine(tmp_path, CHOSEN)
     known = {"works": ["bfloat16", "float16"], "limit": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}
-    name = made.says("from pipepart.machine.answers import _file, announced; print(_file(announced()).name)",
+    name = made.says("from pipepart.machine import host, limits; print(limits._file(host.cpu_with_amx()).name)",
                      PIPEPART_PRODUCTS="")  # fmt: skip
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / name.strip()).write_text(json.dumps(known))

@@ -1,5 +1,7 @@
 """What a model does in Python beside its tensors: refused, kept by really calling the module, or said in a note."""
 
+from collections import UserDict
+
 import pytest
 import torch
 import torch.nn as nn
@@ -57,6 +59,36 @@ class ChangesObject(Model):
         self.state.calls += 1
 
 
+class CountsInStaticMethod(Model):
+    def effect(self):
+        self.count()
+
+    @staticmethod
+    def count():
+        global COUNT
+        COUNT += 1
+
+
+class CountsInProperty(Model):
+    def effect(self):
+        return self.count
+
+    @property
+    def count(self):
+        global COUNT
+        COUNT += 1
+        return COUNT
+
+
+class ChangesUserDict(Model):
+    def __init__(self):
+        super().__init__()
+        self.user = UserDict(calls=0)
+
+    def effect(self):
+        self.user["calls"] += 1
+
+
 def counts_in_closure():
     calls = 0
 
@@ -82,6 +114,9 @@ def hooked(path):
         (SetsItem, "attribute 'named' of module ''"),
         (ChangesElement, "attribute 'numbers' of module ''"),
         (ChangesObject, "its 'calls'"),
+        (CountsInStaticMethod, "global 'COUNT'"),
+        (CountsInProperty, "global 'COUNT'"),
+        (ChangesUserDict, "attribute 'user' of module ''"),
         (counts_in_closure, "variable 'calls' around"),
         (lambda: hooked("large")[0], r"variable 'seen' around(.|\n)*module 'large' holds"),
         (lambda: hooked("")[0], "variable 'seen' around"),

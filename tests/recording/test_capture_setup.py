@@ -69,6 +69,25 @@ def test_hooks_and_flags_of_the_first_call_are_kept_together(flag, wrapped):
     assert_one_call(model, (torch.randn(3, 4, dtype=torch.float64),), lambda out: out.square().mean())
 
 
+class KeepsDtype(nn.Module):
+    """Keeps the dtype and the device of its first input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        self.seen = (x.dtype, x.device)
+        return self.layer(x)
+
+
+def test_a_dtype_that_the_first_call_keeps_is_kept():
+    model = KeepsDtype().double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert_one_call(model, (x,), lambda out: out.square().mean())
+    assert model.seen == (x.dtype, x.device)
+
+
 class HookEachCall(nn.Module):
     def __init__(self):
         super().__init__()

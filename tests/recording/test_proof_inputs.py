@@ -110,7 +110,7 @@ def test_what_is_not_proved_is_a_note():
 
     x = torch.randn(4, 3)
     for kind, words in (
-        (Decides, "the model computes something else if inputs require one"),
+        (Decides, "the model gives other results if inputs require one"),
         (Refuses, r"the model refuses inputs that require one \(ValueError: no gradients here\)"),
     ):
         (note,) = (note for note in record(kind(3, 3), (x,)).notes if note.startswith("gradients"))

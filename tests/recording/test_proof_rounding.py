@@ -12,8 +12,8 @@ from support.mixers import MIXERS
 from pipepart.errors import CaptureError
 from pipepart.graph import op_graph
 from pipepart.recording import prove_chunks, record, split
-from pipepart.recording.proof.outcome import Difference, Outcome
-from pipepart.recording.proof.rounding import beyond_rounding
+from pipepart.recording.proof.differences import Difference, beyond_rounding
+from pipepart.recording.proof.outcome import Outcome
 
 
 def _cut(seed: int, size: int):

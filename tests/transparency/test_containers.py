@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from pipepart import Pipeline, PipelineStrategy
 from pipepart.errors import CaptureError, ConfigError, PlanError
 from pipepart.recording.inputs import trees
-from pipepart.recording.inputs.containers import in_one_piece
+from pipepart.recording.inputs.trees import in_one_piece
 
 
 def whole(model: nn.Module, *batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:

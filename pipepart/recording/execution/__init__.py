@@ -1,1 +1,4 @@
-"""Recordings as programs: emitted as code, run op by op, and split into chunks."""
+"""Execution of recordings: runnable graphs, chunks, and the ops that must share a chunk.
+
+Knows recordings and torch.fx. Does not know how a recording was made, and knows no devices but those it is given.
+"""

@@ -1,12 +1,12 @@
-"""Which ops must stay in one chunk, whatever the cuts."""
+"""Groups of ops that must stay in one chunk, whatever the cuts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch.fx as fx
 import torch.nn as nn
+from networkx.utils import UnionFind
 
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.recording import OpMeta, Recording
@@ -15,67 +15,42 @@ from pipepart.recording.trace import intrinsics
 __all__ = ["colocated"]
 
 
-class _Groups:
-    """Union-find over nodes."""
-
-    def __init__(self) -> None:
-        self.parent: dict[fx.Node, fx.Node] = {}
-
-    def find(self, node: fx.Node) -> fx.Node:
-        self.parent.setdefault(node, node)
-        while self.parent[node] is not node:
-            self.parent[node] = self.parent[self.parent[node]]
-            node = self.parent[node]
-        return node
-
-    def join(self, nodes: Iterable[fx.Node]) -> None:
-        first = None
-        for node in nodes:
-            if first is None:
-                first = self.find(node)
-            else:
-                self.parent[self.find(node)] = first
-
-    def sets(self, order: list[fx.Node]) -> list[tuple[fx.Node, ...]]:
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in order:
-            if node in self.parent:
-                found.setdefault(self.find(node), []).append(node)
-        return [tuple(group) for group in found.values() if len(group) > 1]
-
-
 def colocated(recording: Recording) -> list[tuple[fx.Node, ...]]:
     """Groups of ops that must share a chunk, in program order.
 
-    - what makes or unpacks a tuple or an object: only tensors and numbers cross cuts;
-    - all that touches memory up to its last change in place: a chunk sends its values when it has finished;
-    - all that uses a state which the model changes (buffers, metrics): the state lives in one process.
+    - Ops that make or unpack a tuple or an object: only tensors and numbers cross cuts.
+    - Ops that use the same memory, up to its last change in place: a chunk sends its values after it has finished.
+    - Ops that use a state which the model changes (buffers, metrics): the state is in one process.
     """
     nodes = [node for node in recording.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    groups = _Groups()
+    position = {node: i for i, node in enumerate(nodes)}
+    groups = UnionFind()
     for node in nodes:
         meta: OpMeta = node.meta["op"]
         users = [user for user in node.users if user.op != "output"]
         if meta.shape is None and not meta.is_number and not meta.replicable:
-            groups.join([node, *users])
-        if node.target == "register_hook" and node.args[0].op not in ("placeholder", "get_attr"):
-            groups.join([node.args[0], node])
+            groups.union(node, *users)
+        sources = [source for source in node.all_input_nodes if source in position]
+        if node.target == "register_hook" and node.args[0] in position:
+            groups.union(node.args[0], node)
         if node.target is intrinsics.set_attribute:
-            groups.join([node, *(s for s in node.all_input_nodes if s.op not in ("placeholder", "get_attr"))])
+            groups.union(node, *sources)
         if node.target is intrinsics.changed and not meta.replicable:
-            groups.join([source for source in node.all_input_nodes if source.op not in ("placeholder", "get_attr")])
-            groups.join([node.args[1], node])
+            groups.union(*sources)
+            groups.union(node.args[1], node)
         if node.target is intrinsics.check:
             source = node.args[0]
             if isinstance(source, fx.Node) and source.op != "placeholder" and not source.meta["op"].replicable:
-                groups.join([source, node])
-    _join_memory(recording, nodes, groups)
+                groups.union(source, node)
+    _join_memory(recording, position, groups)
     _join_state(recording, nodes, groups)
-    return groups.sets(nodes)
+    found = (
+        sorted((node for node in group if node in position), key=position.__getitem__) for group in groups.to_sets()
+    )
+    return sorted((tuple(group) for group in found if len(group) > 1), key=lambda group: position[group[0]])
 
 
-def _join_memory(recording: Recording, nodes: list[fx.Node], groups: _Groups) -> None:
-    position = {node: i for i, node in enumerate(nodes)}
+def _join_memory(recording: Recording, position: dict[fx.Node, int], groups: UnionFind) -> None:
     touching: dict[Any, list[fx.Node]] = {}
     last: dict[Any, int] = {}
     persistent: set[Any] = set()
@@ -92,10 +67,10 @@ def _join_memory(recording: Recording, nodes: list[fx.Node], groups: _Groups) ->
     for storage, end in last.items():
         members = [node for node in touching[storage] if storage in persistent or position[node] <= end]
         if not all(node.meta["op"].replicable for node in members):
-            groups.join(members)
+            groups.union(*members)
 
 
-def _join_state(recording: Recording, nodes: list[fx.Node], groups: _Groups) -> None:
+def _join_state(recording: Recording, nodes: list[fx.Node], groups: UnionFind) -> None:
     owners: dict[str, list[fx.Node]] = {}
     for node in nodes:
         if node.op == "call_module" and node.meta["stateful"]:
@@ -106,7 +81,7 @@ def _join_state(recording: Recording, nodes: list[fx.Node], groups: _Groups) -> 
             owner, name = _target(node), node.args[1]
             path = f"{owner}.{name}" if owner else str(name)
             readers = [user for source in node.graph.nodes if source.target == path for user in source.users]
-            groups.join([node, *(user for user in readers if user.op != "output")])
+            groups.union(node, *(user for user in readers if user.op != "output"))
     for path, calls in owners.items():
         module = resolve(recording.root, path)
         aliases = {name for name, other in recording.root.named_modules(remove_duplicate=False) if other is module}
@@ -117,11 +92,11 @@ def _join_state(recording: Recording, nodes: list[fx.Node], groups: _Groups) -> 
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and _below(str(source.target), aliases, module):
                     members.append(node)
-        groups.join(dict.fromkeys(members))
+        groups.union(*members)
 
 
 def _target(node: fx.Node) -> str:
-    """The path of the module that a call of ours is about."""
+    """The path of the module that an intrinsic is applied to."""
     module: Any = node.args[0]
     return str(module.target)
 

@@ -1,8 +1,8 @@
-"""Random numbers that an op draws for itself: the generators are seeded just before it, by the step and by its name.
+"""Random numbers of single ops: the generators are seeded directly before an op, by the step and by the name of the op.
 
-Emitted graphs call `before_draw` in front of each op that draws. As long as nobody has set a key it does nothing, and the
-op goes on with the stream of the process. With a key, the numbers depend on the key and the op alone: not on the ops that
-ran before in the same process, so not on the cut, the schedule, or how often a forward runs.
+Emitted graphs call `before_draw` in front of each op that draws. Without a key it does nothing, and the op continues the
+random stream of the process. With a key, the numbers depend only on the key and the op: not on ops that ran before in the
+same process, and so not on the cut, the schedule or the number of forwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _generators: Sequence[torch.Generator] = ()
 
 
 def mix(one: int, other: int) -> int:
-    """A 64-bit number that looks like chance for each pair of numbers (the finaliser of SplitMix64)."""
+    """A pseudo-random 64-bit number for each pair of numbers (the finaliser of SplitMix64)."""
     word = (one + (other + 1) * 0x9E3779B97F4A7C15) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -35,13 +35,13 @@ def number_of(name: str) -> int:
 
 
 def set_key(key: int | None, generators: Sequence[torch.Generator] = ()) -> None:
-    """From here on, ops are seeded by this key (None: not at all) in these generators."""
+    """Seed these generators before each op by this key from now on; None ends the seeding."""
     global _key, _generators
     _key, _generators = key, generators
 
 
 def before_draw(op: int, outside: bool) -> None:
-    """Seed the generators for the op with this number; with `outside` also Python's and numpy's."""
+    """Seed the generators for the op with this number; with `outside`, also those of Python and numpy."""
     if _key is None:
         return
     seed = mix(_key, op)

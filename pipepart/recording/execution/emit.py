@@ -1,15 +1,17 @@
-"""Nodes of a recording written out as a runnable graph, with its regions of gradient mode, autocast and recomputation."""
+"""Emission of recorded nodes as a runnable graph, with regions of gradient mode, autocast and recomputation."""
 
 from __future__ import annotations
 
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
 import torch.nn as nn
+from torch.fx.node import map_aggregate
 
 from pipepart.recording.execution.draws import before_draw, number_of
 from pipepart.recording.execution.ops_run import RecordedGraph, resolve, used_tensors
@@ -32,17 +34,17 @@ def executable(
     sizes: Mapping[fx.Node, tuple[fx.Node, int]] | None = None,
     depth: int | None = 0,
 ) -> RecordedGraph:
-    """These nodes of a recording (all of them by default) as a module: values of `inputs` to values of `outputs`.
+    """A module of these nodes (by default all nodes) that maps values of `inputs` to values of `outputs`.
 
     With `device`, tensors that the model made on the device of the example are made there instead. `sizes` are numbers
-    to be taken from a dimension of an input instead of from where the recording takes them. Regions of activation
-    checkpointing below `depth` levels of nesting are run again in backward; None: each op is a node of the module.
+    that are read from a dimension of an input. Regions of activation checkpointing below `depth` levels of nesting are
+    run again in backward; with None, each op is a node of the module.
     """
     everything = list(recording.graph.nodes)
     if nodes is None:
         nodes = [node for node in everything if node.op not in ("placeholder", "output", "get_attr")]
     if inputs is None:
-        inputs = [node for node in everything if node.op == "placeholder"]
+        inputs = recording.graph.find_nodes(op="placeholder")
     if outputs is None:
         outputs = everything[-1].args[0]  # type: ignore[assignment]
     assert outputs is not None
@@ -76,7 +78,7 @@ class _Names:
 
 
 class _Writer:
-    """A runnable graph under construction: the copy of each node, and the region that the next copy would be in."""
+    """A runnable graph under construction: the copy of each node, and the region of the last copy."""
 
     def __init__(
         self,
@@ -97,14 +99,14 @@ class _Writer:
             self._is(node, self.graph.placeholder(node.name))
 
     def take_sizes(self, sizes: Mapping[fx.Node, tuple[fx.Node, int]]) -> None:
-        """Numbers that are sizes of inputs, instead of what the recording computes them from."""
+        """Write numbers as sizes of inputs."""
         for node in self.nodes:
             if node in sizes:
                 tensor, dim = sizes[node]
                 self._is(node, self.graph.call_method("size", (self.new[tensor], dim)))
 
     def write(self, node: fx.Node) -> None:
-        """Copy one op, in the gradient mode, autocast and other settings that it was recorded in."""
+        """Copy one op, inside the gradient mode, autocast and other settings of its recording."""
         if node.op == "call_module" or node.meta.get("computes", True):
             meta = node.meta
             self._switch((meta.get("grad_mode", True), meta.get("autocast", ()), meta.get("switches", ())))
@@ -117,11 +119,12 @@ class _Writer:
         if node.op == "call_module":
             made.target = self.names.add(str(node.target), resolve(self.recording.root, str(node.target)))
         if self.device is not None:
-            made.args, made.kwargs = _move(made.args, self.device), _move(made.kwargs, self.device)
+            place = partial(_placed, self.device)
+            made.args, made.kwargs = map_aggregate(made.args, place), map_aggregate(made.kwargs, place)
         self._is(node, made)
 
     def recompute(self, region: int, members: list[fx.Node]) -> None:
-        """Put ops of a region of activation checkpointing into a module of their own, which backward runs again."""
+        """Put the ops of a region of activation checkpointing into a module of their own, which backward runs again."""
         assert self.depth is not None
         inside, outside = set(members), set(self.nodes).difference(members)
         sources = dict.fromkeys(s for n in members for s in n.all_input_nodes if s.op != "get_attr" and s not in inside)
@@ -160,7 +163,7 @@ class _Writer:
         return self.new[node]
 
     def _attribute(self, path: str) -> str:
-        """Where the module that is made finds a parameter, buffer, flag, constant or module."""
+        """The path of a parameter, buffer, flag, constant or module in the module that is made."""
         root = self.recording.root
         if path in self.recording.constants:
             return self.names.add(path, self.recording.constants[path])
@@ -170,7 +173,7 @@ class _Writer:
         return f"{self.names.add(owner, resolve(root, owner))}.{name}"
 
     def _switch(self, wanted: tuple[bool, Any, Any]) -> None:
-        """Leave the region that is open, if the next op belongs to another, and enter that."""
+        """Close the open region and open that of the next op, if it is another one."""
         if wanted == self.region:
             return
         for leave, state in reversed(self.opened):
@@ -186,7 +189,7 @@ class _Writer:
 
 
 def _enter_no_grad() -> bool:
-    """Switch gradients off; returns what was on."""
+    """Switch gradients off; returns the mode before."""
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
     return before
@@ -197,13 +200,9 @@ def _leave_no_grad(before: bool) -> None:
 
 
 def _enter_autocast(state: tuple[Any, ...]) -> list[Any]:
-    """Switch to the autocast settings that were on when the ops were recorded."""
+    """Switch to the autocast settings of the recorded ops."""
     entered = []
-    if state == ("off",):
-        pairs = [("cpu", None), ("cuda", None)]
-    else:
-        pairs = list(state)
-    for device, dtype in pairs:
+    for device, dtype in (("cpu", None), ("cuda", None)) if state == ("off",) else state:
         if device == "cuda" and not torch.cuda.is_available():
             continue
         context: Any = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
@@ -217,13 +216,5 @@ def _leave_autocast(entered: list[Any]) -> None:
         context.__exit__(None, None, None)
 
 
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, tuple):
-        return tuple(_move(item, device) for item in value)
-    if isinstance(value, list):
-        return [_move(item, device) for item in value]
-    if isinstance(value, dict):
-        return {key: _move(item, device) for key, item in value.items()}
-    return value
+def _placed(device: torch.device, leaf: Any) -> Any:
+    return device if isinstance(leaf, torch.device) else leaf

@@ -1,8 +1,8 @@
-"""Recorded nodes as runnable modules that read everything from the user's own modules.
+"""Runnable graphs that read all parameters, buffers and flags from the user's own modules.
 
-Nothing is copied or registered: a runnable graph holds plain references to the leaf modules it calls and to the modules
-whose parameters, buffers and ``training`` flags it reads. So a parameter that is replaced (moved, materialised) and
-``root.eval()`` are seen at once, and one dictionary lookup finds a leaf.
+Nothing is copied or registered: a runnable graph holds plain references to the leaf modules that it calls and to the
+modules whose parameters, buffers and ``training`` flags it reads. So it follows at once if a parameter is replaced (moved,
+materialised) and if ``root.eval()`` is called.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
+from pipepart.recording.model_state.state import tensor_names
 from pipepart.recording.trace.contexts import set_switches, switches
 from pipepart.recording.trace.intrinsics import set_attribute
 
 if TYPE_CHECKING:
     from pipepart.recording.recording import Recording
 
-__all__ = ["RecordedGraph", "RecordedModule", "resolve", "tensor_names", "used_tensors"]
+__all__ = ["RecordedGraph", "RecordedModule", "resolve", "used_tensors", "where_is"]
 
 
 class RecordedGraph(fx.GraphModule):
-    """A runnable part of a recording; its parameters are those of the root, under their full names.
+    """A runnable part of a recording with the parameters of the root, under their full names.
 
-    Its Python code is written and compiled when it is first called or read: many parts are made and never run.
+    Its Python code is generated when it is first called or read: many parts are made and never run.
     """
 
     _root: Any
@@ -59,7 +60,7 @@ class RecordedGraph(fx.GraphModule):
             return self.forward(*args)
 
     def recompile(self) -> Any:
-        """The graph has changed: forget the code."""
+        """Discard the code after a change of the graph."""
         kind: Any = type(self)  # fx makes a class for each instance
         kind.forward = RecordedGraph._compiled_forward
         self.__dict__["_compiled"] = False
@@ -85,23 +86,23 @@ class RecordedGraph(fx.GraphModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._root.named_parameters(remove_duplicate=remove_duplicate):
-            if name in self._used:
-                yield f"{prefix}{'.' if prefix else ''}{name}", parameter
+        return self._own(self._root.named_parameters(prefix, remove_duplicate=remove_duplicate), prefix)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self._root.named_buffers(remove_duplicate=remove_duplicate):
-            if name in self._used:
-                yield f"{prefix}{'.' if prefix else ''}{name}", buffer
+        return self._own(self._root.named_buffers(prefix, remove_duplicate=remove_duplicate), prefix)
+
+    def _own(self, named: Iterator[tuple[str, Any]], prefix: str) -> Iterator[tuple[str, Any]]:
+        names = {f"{prefix}.{name}" if prefix else name for name in self._used}
+        return (item for item in named if item[0] in names)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What this part uses of the root's state, under the full names."""
+        """The part of the root's state that this graph uses, under full names."""
         return {name: value for name, value in self._root.state_dict().items() if name in self._used}
 
     def train(self, mode: bool = True) -> RecordedGraph:
-        """Switch the root: a recording has no mode of its own."""
+        """Switch the mode of the root: a recording has no mode of its own."""
         self._root.train(mode)
         self.training = mode
         return self
@@ -110,46 +111,39 @@ class RecordedGraph(fx.GraphModule):
 class RecordedModule(nn.Module):
     """A recording that is called like the original module or step."""
 
+    recording: Any
+    body: Any
+
     def __init__(self, recording: Recording, body: RecordedGraph):
         super().__init__()
-        self.__dict__["recording"] = recording
-        self.__dict__["body"] = body
+        self.__dict__.update(recording=recording, body=body)  # not as submodules
         self.training = recording.root.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        recording = self.__dict__["recording"]
-        return recording.unflatten(self.__dict__["body"](*recording.flatten(args, kwargs)))
+        return self.recording.unflatten(self.body(*self.recording.flatten(args, kwargs)))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["recording"].root.named_parameters(*args, **kwargs)
+        return self.recording.root.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["recording"].root.named_buffers(*args, **kwargs)
+        return self.recording.root.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["recording"].root.state_dict(*args, **kwargs)
+        return self.recording.root.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["recording"].root.load_state_dict(*args, **kwargs)
+        return self.recording.root.load_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> RecordedModule:
-        self.__dict__["recording"].root.train(mode)
+        self.recording.root.train(mode)
         self.training = mode
         return self
-
-
-def tensor_names(root: nn.Module) -> dict[int, str]:
-    """The first name in the root of each parameter and buffer, by identity, in order."""
-    canonical: dict[int, str] = {}
-    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        canonical.setdefault(id(tensor), name)
-    return canonical
 
 
 def used_tensors(
     recording: Recording, nodes: Sequence[fx.Node], canonical: Mapping[int, str] | None = None
 ) -> list[str]:
-    """Full names of the parameters and buffers that these nodes use, each by its first name in the root."""
+    """First full names of the parameters and buffers that these nodes use, in the order of the root."""
     root = recording.root
     canonical = canonical if canonical is not None else tensor_names(root)
     found: dict[str, None] = {}
@@ -174,6 +168,12 @@ def used_tensors(
         return list(found)
     order = {name: i for i, name in enumerate(canonical.values())}
     return sorted(found, key=order.__getitem__)
+
+
+def where_is(node: fx.Node) -> str:
+    """Module and source line of an op, in words."""
+    meta = node.meta.get("op")
+    return f"module {meta.module!r} at {meta.source}" if meta is not None else "input"
 
 
 def resolve(root: nn.Module, path: str) -> Any:

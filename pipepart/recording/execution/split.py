@@ -1,4 +1,4 @@
-"""Cut a recording into chunks: modules that take the values they import and return the values they export."""
+"""Division of a recording into chunks: modules that take imported values and return exported values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.fx as fx
 from pipepart.errors import CaptureError
 from pipepart.recording.execution.colocate import colocated
 from pipepart.recording.execution.emit import executable
-from pipepart.recording.execution.ops_run import used_tensors
+from pipepart.recording.execution.ops_run import where_is
 from pipepart.recording.recording import OpMeta, Recording
 
 __all__ = ["BATCH", "Chunk", "Edge", "split"]
@@ -23,9 +23,9 @@ BATCH = -1
 
 @dataclass(frozen=True)
 class Edge:
-    """One value that crosses from where it is made to the chunks that use it.
+    """A value that crosses from the chunk that makes it to the chunks that use it.
 
-    `grad_targets` are the targets that send a gradient back: those through which the value really reaches the loss.
+    `grad_targets` are the targets that send a gradient back: the value reaches the loss through them.
     """
 
     name: str
@@ -58,10 +58,10 @@ def split(
     *,
     devices: Sequence[torch.device | None] | None = None,
 ) -> tuple[Chunk, ...]:
-    """Cut a recording: `chunk_of` gives the chunk of each op, by name or in program order (see `Recording.ops`).
+    """Divide a recording: `chunk_of` gives the chunk of each op, by name or in program order (see `Recording.ops`).
 
-    Values may only flow to the same or a later chunk. Cheap ops on the batch alone (masks, positions) are computed by
-    every chunk that uses them, whatever chunk they are given. With `devices`, tensors that the model makes on the
+    Values may only flow to the same or a later chunk. Cheap ops that depend only on the batch (masks, positions) are
+    computed by every chunk that uses them, whatever their own chunk. With `devices`, tensors that the model makes on the
     device of the example are made on the device of their chunk.
     """
     owner = _owners(recording, chunk_of, chunks)
@@ -76,22 +76,21 @@ def split(
         outputs = layout.outputs if last else exports
         device = devices[index] if devices is not None else None
         module = executable(recording, layout.body[index], layout.imports[index], outputs, device, layout.sizes[index])
-        used = used_tensors(recording, layout.body[index])
         result.append(
             Chunk(
                 index,
                 module,
                 imports,
                 tuple(edges[node] for node in exports),
-                tuple(name for name in used if name in names),
-                tuple(name for name in used if name not in names),
+                tuple(name for name in module._used if name in names),
+                tuple(name for name in module._used if name not in names),
             )
         )
     return tuple(result)
 
 
 def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], chunks: int) -> dict[fx.Node, int]:
-    """The chunk of every op, checked: complete, monotone, and with nothing torn apart that belongs together."""
+    """The chunk of every op, after a check that all ops have one, values flow forward and groups are not divided."""
     ops = recording.ops
     if not isinstance(chunk_of, Mapping):
         if len(chunk_of) != len(ops):
@@ -102,7 +101,7 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
         if node.op in ("placeholder", "output"):
             continue
         if node.name not in chunk_of:
-            raise CaptureError(f"split: op {node.name!r} ({_where(node)}) has no chunk")
+            raise CaptureError(f"split: op {node.name!r} ({where_is(node)}) has no chunk")
         chunk = chunk_of[node.name]
         if not 0 <= chunk < chunks:
             raise CaptureError(f"split: op {node.name!r} has chunk {chunk}; expected 0 to {chunks - 1}")
@@ -112,25 +111,20 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
             if source in owner and owner[source] > owner[node] and not source.meta["op"].replicable:
                 raise CaptureError(
                     f"split: the edge {source.name} -> {node.name} goes back from chunk {owner[source]} to chunk "
-                    f"{owner[node]} ({_where(source)} -> {_where(node)}); a value can only go to the same or a later chunk"
+                    f"{owner[node]} ({where_is(source)} -> {where_is(node)}); a value can only go to the same or a later chunk"
                 )
     for group in colocated(recording):
         if len({owner[node] for node in group}) > 1:
             places = ", ".join(f"{node.name}: {owner[node]}" for node in group[:6])
             raise CaptureError(
                 f"split: these ops share memory, a state or a tuple and must be in one chunk, got {places} "
-                f"({_where(group[0])})"
+                f"({where_is(group[0])})"
             )
     return owner
 
 
-def _where(node: fx.Node) -> str:
-    meta = node.meta.get("op")
-    return f"module {meta.module!r} at {meta.source}" if meta else "input"
-
-
 def _same_size(number: fx.Node, tensors: set[fx.Node]) -> tuple[fx.Node, int] | None:
-    """A dimension of one of these tensors that had the value of `number` in all recorded runs, and did change."""
+    """A dimension of one of these tensors that equals `number` in all recorded runs, and differs between runs."""
     rows = number.meta["rows"]
     if not rows or len(set(rows[0])) == 1:
         return None
@@ -144,7 +138,7 @@ def _same_size(number: fx.Node, tensors: set[fx.Node]) -> tuple[fx.Node, int] | 
 
 
 class _Layout:
-    """Which nodes run in which chunk, and which values each chunk imports and exports."""
+    """The nodes of each chunk, and the values that it imports and exports."""
 
     def __init__(self, recording: Recording, owner: dict[fx.Node, int], chunks: int):
         self.recording, self.owner, self.chunks = recording, owner, chunks
@@ -163,7 +157,7 @@ class _Layout:
         ]
 
     def _fill(self, chunk: int) -> None:
-        """Collect the nodes of one chunk: its own, copies of replicable ones, and sizes of tensors it has anyway."""
+        """Collect the nodes of one chunk: its own, copies of replicable ones, and sizes of tensors that it imports."""
         roots = [node for node, place in self.owner.items() if place == chunk and not node.meta["op"].replicable]
         if chunk == self.chunks - 1:
             roots += [out for out in self.outputs if isinstance(out, fx.Node)]
@@ -195,7 +189,7 @@ class _Layout:
     def _number(
         self, node: fx.Node, inside: set[fx.Node], imported: set[fx.Node], sizes: dict[fx.Node, tuple[fx.Node, int]]
     ) -> None:
-        """Take a size from a tensor that is here, if there is one that has it; else import the number."""
+        """Take a number from a dimension of an imported tensor, or compute it; import it if neither is possible."""
         if node in inside or node in imported:
             return
         place = _same_size(node, imported)
@@ -212,7 +206,7 @@ class _Layout:
     def _spare_inputs(
         self, inside: set[fx.Node], imported: set[fx.Node], sizes: dict[fx.Node, tuple[fx.Node, int]]
     ) -> None:
-        """Do without leaves of the batch that this chunk imports only to know their sizes."""
+        """Drop leaves of the batch that this chunk imports only for their sizes."""
         last = len(self.body) == self.chunks - 1
         for leaf in sorted((n for n in imported if n.op == "placeholder"), key=lambda n: -n.meta["op"].nbytes):
             users = [user for user in leaf.users if user in inside and user not in sizes]
@@ -238,7 +232,7 @@ class _Layout:
         return needed
 
     def edges(self) -> dict[fx.Node, Edge]:
-        """The edge of every value that some chunk imports."""
+        """The edge of every value that a chunk imports."""
         contributing = self._contributing()
         found: dict[fx.Node, Edge] = {}
         for group in self.imports:
@@ -275,7 +269,7 @@ class _Layout:
         return {out for out in self.outputs if isinstance(out, fx.Node)}
 
     def _contributing(self) -> set[fx.Node]:
-        """Nodes with a differentiable way to the loss (to any result if there is no loss)."""
+        """Nodes with a differentiable path to the loss, or to any result if there is no loss."""
         found: set[fx.Node] = set()
         todo = list(self._losses())
         while todo:

@@ -1,8 +1,8 @@
-"""Clean a recorded graph: sizes become functions of the inputs, fixed numbers become constants, dead reads go away.
+"""Simplification of a recorded graph: sizes become functions of inputs, fixed numbers constants, unused reads are removed.
 
-Runs of one model at several example sizes give each number a row of values. A number whose row is constant is a
-constant; a number whose row is that of an input dimension is that input's size. What is left of Python's comparisons of
-numbers are checks that really can fail.
+Runs of one model at several example sizes give each number a row of values. A number with a constant row is a constant; a
+number with the row of an input dimension is the size of that input. Of Python's comparisons of numbers, only checks remain
+that can fail.
 """
 
 from __future__ import annotations
@@ -13,51 +13,47 @@ from typing import Any
 
 import torch.fx as fx
 
+from pipepart.recording.generalise.study import FORMULAS, Explanation
 from pipepart.recording.trace import intrinsics
 from pipepart.recording.trace.facts import Fact
 from pipepart.recording.trace.recorder import Recorder
 
-__all__ = ["simplify"]
+__all__ = ["put_back", "simplify"]
 
 _SIZES = ("size", "numel", "stride")
 
 
 def simplify(runs: Sequence[Recorder]) -> None:
-    """Simplify the graph of ``runs[0]`` in place, knowing the other runs at other sizes (same ops, node by node)."""
+    """Simplify the graph of ``runs[0]`` in place; the other runs have the same ops, node by node, at other sizes."""
     base = runs[0]
     if len(runs) > 1:
-        _shape_rows(runs)
         _fold_sizes(base, _rows(runs), _input_rows(runs))
     _drop_checks(base)
     _drop_dead(base)
 
 
-def _shape_rows(runs: Sequence[Recorder]) -> None:
-    """Note for each dimension of each tensor its sizes in all runs, and for each size which row it is."""
-    for nodes in zip(*(list(run.graph.nodes) for run in runs)):
+def _rows(runs: Sequence[Recorder]) -> dict[fx.Node, tuple[Any, ...]]:
+    """The row of each number of the first run. Rows of the dimensions of tensors are kept in its facts."""
+    found = {}
+    for nodes in zip(*(run.graph.nodes for run in runs)):
         facts = [run.facts[node] for run, node in zip(runs, nodes) if node in run.facts]
         if len(facts) != len(runs):
             continue
+        if facts[0].number is not None:
+            found[nodes[0]] = tuple(fact.number for fact in facts)
         shapes = [fact.shape for fact in facts]
         if shapes[0] is not None and not facts[0].dynamic and len({len(shape or ()) for shape in shapes}) == 1:
             facts[0].rows = tuple(zip(*(shape for shape in shapes if shape is not None)))
         elif nodes[0].target == "size" and isinstance(facts[0].number, int) and not facts[0].from_data:
-            facts[0].rows = (tuple(fact.number for fact in facts),)
-
-
-def _rows(runs: Sequence[Recorder]) -> dict[fx.Node, tuple[Any, ...]]:
-    return {
-        nodes[0]: tuple(run.facts[node].number for run, node in zip(runs, nodes))
-        for nodes in zip(*(list(run.graph.nodes) for run in runs))
-        if nodes[0] in runs[0].facts and runs[0].facts[nodes[0]].number is not None
-    }
+            facts[0].rows = (found[nodes[0]],)
+    return found
 
 
 def _input_rows(runs: Sequence[Recorder]) -> dict[tuple[int, ...], tuple[fx.Node, int]]:
-    """Which input dimension has which row of sizes; of several the one of the smallest tensor."""
+    """The input dimension of each row of sizes; of several, that of the smallest tensor."""
     found: dict[tuple[int, ...], tuple[fx.Node, int]] = {}
-    inputs = [[node for node in run.graph.nodes if node.op == "placeholder"] for run in runs]
-    order = sorted(zip(*inputs), key=lambda nodes: runs[0].facts[nodes[0]].nbytes)
+    inputs = zip(*(run.graph.find_nodes(op="placeholder") for run in runs))
+    order = sorted(inputs, key=lambda nodes: runs[0].facts[nodes[0]].nbytes)
     for nodes in order:
         shapes = [run.facts[node].shape for run, node in zip(runs, nodes)]
         if shapes[0] is None:
@@ -70,7 +66,7 @@ def _input_rows(runs: Sequence[Recorder]) -> dict[tuple[int, ...], tuple[fx.Node
 
 
 def _fold_sizes(base: Recorder, rows: dict[fx.Node, tuple[Any, ...]], inputs: dict[Any, tuple[fx.Node, int]]) -> None:
-    last = [node for node in base.graph.nodes if node.op == "placeholder"][-1]
+    last = base.graph.find_nodes(op="placeholder")[-1]
     sizes: set[fx.Node] = set()
     made: dict[Any, fx.Node] = {}
     for node in list(base.graph.nodes):
@@ -104,7 +100,7 @@ def _replace(node: fx.Node, value: Any) -> None:
 
 
 def _drop_checks(base: Recorder) -> None:
-    """Remove checks that cannot fail, or that are there already."""
+    """Remove checks that cannot fail, and repeated ones."""
     seen = set()
     for node in list(base.graph.nodes):
         if node.target is not intrinsics.check:
@@ -136,3 +132,30 @@ def _drop_dead(base: Recorder) -> None:
             or (fact.number is not None and node.target == "item")
         ):
             base.graph.erase_node(node)
+
+
+def put_back(recorder: Recorder, node: fx.Node, position: int, explanation: Explanation) -> None:
+    """Replace the constant at `position` among the arguments of `node` by the computation that explains it."""
+    leaf, dim = explanation.dimension.places[0]
+    source = recorder.graph.find_nodes(op="placeholder")[leaf]
+    fact = recorder.facts[node]
+    known = set(recorder.graph.nodes)
+    with recorder.graph.inserting_before(node):
+        size = recorder.graph.call_method("size", (source, dim))
+        value = FORMULAS[explanation.formula].emit(recorder.graph, explanation.constant, size)
+    for made in recorder.graph.nodes:
+        if made not in known:
+            recorder.facts[made] = Fact(
+                fact.module, fact.module_class, fact.source, number=0, varies=True, checkpoint=fact.checkpoint
+            )
+    recorder.facts[size].number = explanation.dimension.size
+    recorder.facts[value].number = explanation.value(explanation.dimension.size)
+    count = -1
+
+    def swap(leaf_value: Any) -> Any:
+        nonlocal count
+        count += 1
+        return value if count == position else leaf_value
+
+    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), swap)
+    node.args, node.kwargs = args, kwargs

@@ -1,55 +1,131 @@
-"""The example at other sizes: which dimensions are free, and which constants follow them."""
+"""Runs at other sizes of the example: they show which dimensions are free, and which constants follow them.
+
+The source of a number such as ``float(len(x))`` or ``2.0 * x.shape[0]`` cannot be recorded. Two runs at different sizes
+show that the constant changes. It is explained by a simple formula that holds for both, and for a third run.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from pipepart.errors import CaptureError
 from pipepart.recording.generalise import variants
-from pipepart.recording.generalise.explanations import Explanation, explain
 from pipepart.recording.model_state import state
 from pipepart.recording.trace.failures import NotRecordable
 from pipepart.recording.trace.recorder import Recorder
 from pipepart.recording.trace.runs import Call, Retry, Run, RunFailed, Settings, keep_whole, remember, run_once, suspect
 
-__all__ = ["Study"]
+__all__ = ["FORMULAS", "Explanation", "Study"]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A family of functions of a size with one free constant."""
+
+    solve: Callable[[Any, int], Any]
+    apply: Callable[[Any, int], Any]
+    emit: Callable[[fx.Graph, Any, fx.Node], fx.Node]
+
+
+def _whole(a: Any, n: int) -> Any:
+    if isinstance(a, int):
+        return a // n if a % n == 0 else None
+    return a / n
+
+
+FORMULAS: dict[str, Formula] = {
+    "k * n": Formula(_whole, lambda k, n: k * n, lambda g, k, n: g.call_function(operator.mul, (k, n))),
+    "n + k": Formula(lambda a, n: a - n, lambda k, n: n + k, lambda g, k, n: g.call_function(operator.add, (n, k))),
+    "k / n": Formula(
+        lambda a, n: a * n if isinstance(a, float) else None,
+        lambda k, n: k / n,
+        lambda g, k, n: g.call_function(operator.truediv, (k, n)),
+    ),
+    "k * sqrt(n)": Formula(
+        lambda a, n: a / math.sqrt(n) if isinstance(a, float) else None,
+        lambda k, n: k * math.sqrt(n),
+        lambda g, k, n: g.call_function(operator.mul, (k, g.call_function(math.sqrt, (n,)))),
+    ),
+    "k / sqrt(n)": Formula(
+        lambda a, n: a * math.sqrt(n) if isinstance(a, float) else None,
+        lambda k, n: k / math.sqrt(n),
+        lambda g, k, n: g.call_function(operator.truediv, (k, g.call_function(math.sqrt, (n,)))),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A constant that is a function of the size of one dimension."""
+
+    formula: str
+    constant: Any
+    dimension: variants.Dimension
+
+    def value(self, size: int) -> Any:
+        """The value of the constant at this size."""
+        return FORMULAS[self.formula].apply(self.constant, size)
+
+    def holds(self, size: int, value: Any) -> bool:
+        """Whether `value` is the value of the formula at this size."""
+        expected = self.value(size)
+        return type(expected) is type(value) and math.isclose(expected, value, rel_tol=1e-9)
+
+
+def _explanations(dimension: variants.Dimension, value: Any, size: int, other: Any) -> list[Explanation]:
+    """The formulas by which a constant is `value` in the example and `other` at `size`, the simplest first."""
+    found = []
+    for name, formula in FORMULAS.items():
+        constant = formula.solve(value, dimension.size)
+        if constant is None:
+            continue
+        explanation = Explanation(name, constant, dimension)
+        if explanation.holds(dimension.size, value) and explanation.holds(size, other):
+            found.append(explanation)
+    return found
 
 
 Sizes = Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]]
-"""For (input, dimension) pairs that change together: another size with the same graph, or None and why."""
+"""For (input, dimension) pairs that change together: another size with the same graph, or None and the reason."""
 
 
+@dataclass
 class Study:
-    """The example at other sizes: which dimensions are free, and which constants follow them."""
+    """Records a call at other sizes than those of the example, to find free dimensions and constants that follow them.
 
-    def __init__(
-        self,
-        call: Call,
-        leaves: list[Any],
-        base: Run,
-        names: state.Names,
-        settings: Settings,
-        mode: Any,
-        known: Sizes,
-    ):
-        self.call, self.leaves, self.base = call, leaves, base
-        self.names, self.settings, self.mode = names, settings, mode
-        self.runs = [base]
-        self.proved: list[variants.Dimension] = []
-        self.explained: dict[tuple[int, int], Explanation] = {}
-        self.reasons: dict[variants.Dimension, str] = {}
-        self.known = known
-        self.sizes: dict[tuple[tuple[int, int], ...], tuple[int | None, str]] = {}
+    `known` holds the results for the same call in the other mode (train or eval).
+    """
+
+    call: Call
+    leaves: list[Any]
+    base: Run
+    names: state.Names
+    settings: Settings
+    mode: Any
+    known: Sizes
+    runs: list[Run] = field(default_factory=list)
+    """Runs with the same graph, beginning with `base`."""
+    proved: list[variants.Dimension] = field(default_factory=list)
+    explained: dict[tuple[int, int], Explanation] = field(default_factory=dict)
+    reasons: dict[variants.Dimension, str] = field(default_factory=dict)
+    sizes: dict[tuple[tuple[int, int], ...], tuple[int | None, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.runs.append(self.base)
 
     def vary(self, dim: variants.Dimension) -> bool:
-        """Record at another size of `dim`; True if the graph is the same there.
+        """Record at another size of `dim`; returns True if the graph is the same.
 
-        What the other mode has found is used: a size that was right is tried first, a dimension with none is fixed.
+        Results of the other mode are used: a size with the same graph is tried first; a dimension without one is fixed.
         """
         right, reason = self.known.get(dim.places, (0, ""))
         if right is None and not dim.is_batch:
@@ -76,7 +152,7 @@ class Study:
                 self.sizes[dim.places] = size, ""
                 return True
             reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
-            if mismatch.constant and not self.settings.warm:  # perhaps the first run has set something up
+            if mismatch.constant and not self.settings.warm:  # the first run may have set something up
                 self.settings.warm = True
                 raise Retry
             if dim.is_batch:
@@ -86,9 +162,10 @@ class Study:
         return False
 
     def examples(self, others: Sequence[list[Any]]) -> None:
-        """Record on other batches; what has another size there, and gives the same graph, is free.
+        """Record on other batches; dimensions are free that have other sizes there while the graph is the same.
 
-        For batches in pieces: rows of their leaves cannot be left out, since other leaves refer to them.
+        This is for batches that are split as containers: rows of their leaves cannot be left out, since other leaves
+        refer to them.
         """
         for other in others:
             places = [
@@ -116,9 +193,9 @@ class Study:
             self.reasons.update(dict.fromkeys(dims, reason))
 
     def ignored_strings(self) -> set[int]:
-        """Inputs that are text (names of samples) and have no influence: another text gives the same graph."""
+        """Inputs that are texts (names of samples) without influence: other texts give the same graph."""
         texts = {i for i, leaf in enumerate(self.leaves) if _is_text(leaf)}
-        if self.call.step is None:  # an argument may be the name of a mode; the texts of a container are of its samples
+        if self.call.step is None:  # an argument may be the name of a mode; texts in a container belong to its samples
             pieces = self.call.batching is not None and self.call.batching.in_pieces
             texts = {i for i in texts if pieces and type(self.leaves[i]) is list}
         if not texts:
@@ -132,7 +209,7 @@ class Study:
         return set() if mismatch is not None or numbers else texts
 
     def notes(self) -> list[str]:
-        """What is fixed and why."""
+        """Notes on dimensions that are fixed, with the reasons."""
         free = {place for dim in self.proved for place in dim.places}
         return [
             f"{'batch size' if dim.is_batch else f'dimension of size {dim.size}'}: fixed; the model {reason}"
@@ -142,28 +219,28 @@ class Study:
 
     def _run(self, dim: variants.Dimension, size: int) -> Run:
         changed = variants.resize(self.leaves, dim, size)
-        with warnings.catch_warnings():  # what the model says of sizes that nobody asked for
+        with warnings.catch_warnings():  # the user did not ask for these sizes
             warnings.simplefilter("ignore")
             return run_once(self.call, changed, self.names, self.settings, self.mode)
 
     def _compare(self, run: Run) -> tuple[variants.Mismatch | None, list[variants.Difference]]:
-        known: variants.Known = {key: partial(_follows, law) for key, law in self.explained.items()}
+        known: variants.Known = {key: partial(_follows, item) for key, item in self.explained.items()}
         mismatch, numbers = variants.compare(self.base.recorder, run.recorder, known)
-        if mismatch is None and trees_differ(self.base, run):
-            mismatch = variants.Mismatch("", "the result or what is logged has another structure")
+        if mismatch is None and _structures_differ(self.base, run):
+            mismatch = variants.Mismatch("", "the results or the logged values have another structure")
         return mismatch, numbers
 
     def _explain(
         self, dim: variants.Dimension, size: int, numbers: list[variants.Difference]
     ) -> variants.Mismatch | None:
-        """Find laws for numbers that changed with `dim`, and try them at a third size."""
+        """Find formulas for numbers that changed with `dim`, and try them at a third size."""
         first = numbers[0]
         failure = variants.Mismatch(first.module, first.text)
-        laws = {(n.node, n.position): explain(dim, n.value, size, n.other) for n in numbers}
+        formulas = {(n.node, n.position): _explanations(dim, n.value, size, n.other) for n in numbers}
         third = next(
             (s for s in (*dim.candidates(), dim.size + 2, 2 * dim.size + 1) if s not in (dim.size, size)), None
         )
-        if third is None or not all(laws.values()):
+        if third is None or not all(formulas.values()):
             return failure
         try:
             run = self._run(dim, third)
@@ -173,8 +250,8 @@ class Study:
         if mismatch is not None:
             return mismatch
         values = {(n.node, n.position): n.other for n in seen}
-        for key, options in laws.items():
-            holding = [law for law in options if key in values and law.holds(third, values[key])]
+        for key, options in formulas.items():
+            holding = [item for item in options if key in values and item.holds(third, values[key])]
             if not holding:
                 return failure
             self.explained[key] = holding[0]
@@ -190,8 +267,8 @@ class Study:
         )
 
 
-def _follows(law: Explanation, recorder: Recorder, value: Any) -> bool:
-    return law.holds(variants.size_in(recorder, law.dimension), value)
+def _follows(explanation: Explanation, recorder: Recorder, value: Any) -> bool:
+    return explanation.holds(variants.size_in(recorder, explanation.dimension), value)
 
 
 def _is_text(leaf: Any) -> bool:
@@ -202,6 +279,6 @@ def _other_text(leaf: Any) -> Any:
     return f"{leaf}~" if isinstance(leaf, str) else type(leaf)(f"{item}~" for item in leaf)
 
 
-def trees_differ(a: Run, b: Run) -> bool:
-    """Whether two runs returned or logged differently."""
+def _structures_differ(a: Run, b: Run) -> bool:
+    """Whether the results or logs of two runs have different structures."""
     return a.output_tree != b.output_tree or [log[0] for log in a.logs] != [log[0] for log in b.logs]

@@ -1,4 +1,4 @@
-"""Other example sizes: what a recording must not bake in is found by recording more than once and comparing."""
+"""Sizes of the example that may change, and the comparison of recorded runs at different sizes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from pipepart.recording.trace.recorder import Recorder
 __all__ = ["Difference", "Dimension", "Known", "Mismatch", "compare", "dimensions", "resize", "size_in", "together"]
 
 
-LARGE = 100_000
-"""From this many elements on, an example is not tried at larger sizes than given."""
+_LARGE = 100_000
+"""Number of elements from which an example is not recorded at larger sizes."""
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A size of the example that may change, and where it occurs: (leaf, dimension) pairs that change together."""
+    """A size of the example that may change, and its places: (leaf, dimension) pairs that change together."""
 
     size: int
     places: tuple[tuple[int, int], ...]
     is_batch: bool
 
     def candidates(self, elements: int = 0) -> list[int]:
-        """Other sizes to try, the most telling and cheapest first. Never 1, which broadcasts.
+        """Other sizes to try, the most informative and cheapest first; never 1, which broadcasts.
 
-        Of a large example (many `elements`), dimensions other than the batch are not made larger.
+        In a large example (many `elements`), dimensions other than the batch are not made larger.
         """
         n = self.size
         if self.is_batch:
             options = [n - 1, n // 2, 2 * n] if n > 2 else [n + 1, 2 * n]
         else:
-            options = [(n + 1) // 2] + ([2 * n] if elements < LARGE else [])
+            options = [(n + 1) // 2] + ([2 * n] if elements < _LARGE else [])
         return [option for option in dict.fromkeys(options) if option > 1 and option != n]
 
 
@@ -48,12 +48,12 @@ class Mismatch:
     module: str
     text: str
     constant: bool = False
-    """Whether one of them reads a tensor where the other computes it."""
+    """Whether one recording reads a tensor that the other computes."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A number among the arguments of a node that is not the same in two recordings."""
+    """A number among the arguments of a node that differs between two recordings."""
 
     node: int
     position: int
@@ -64,13 +64,14 @@ class Difference:
 
 
 Known = dict[tuple[int, int], Callable[[Recorder, Any], bool]]
-"""Numbers, by node and position, that follow a size; the function says whether a run's number is the right one."""
+"""Numbers that follow a size, by node and position; the function tells whether the number of a run is right."""
 
 
 def dimensions(leaves: Sequence[Any], batched: Collection[int] | None = None) -> list[Dimension]:
-    """The batch dimension (dim 0 of the leaves `batched`, or of those with the size that is most frequent), then the others.
+    """The batch dimension, then the others.
 
-    Other dimensions of one size and place (the lengths of ids and labels) change together.
+    The batch dimension is dimension 0 of the leaves `batched`, by default of those with the most frequent size. Other
+    dimensions of one size and position (the lengths of ids and labels) change together.
     """
     shapes = {
         i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0
@@ -95,18 +96,19 @@ def dimensions(leaves: Sequence[Any], batched: Collection[int] | None = None) ->
 
 
 def together(dims: Sequence[Dimension]) -> list[Dimension]:
-    """Dimensions of one size as one: for models that need them equal (square images, masks of length by length)."""
-    groups: dict[int, list[tuple[int, int]]] = {}
+    """Dimensions of one size joined, for models that need them equal (square images, masks of length by length)."""
+    groups: dict[int, list[Dimension]] = {}
     for dim in dims:
-        groups.setdefault(dim.size, []).extend(dim.places)
-    counts: dict[int, int] = {}
-    for dim in dims:
-        counts[dim.size] = counts.get(dim.size, 0) + 1
-    return [Dimension(size, tuple(places), False) for size, places in groups.items() if counts[size] > 1]
+        groups.setdefault(dim.size, []).append(dim)
+    return [
+        Dimension(size, tuple(place for dim in group for place in dim.places), False)
+        for size, group in groups.items()
+        if len(group) > 1
+    ]
 
 
 def resize(leaves: Sequence[Any], dimension: Dimension, size: int) -> list[Any]:
-    """The example at another size: rows are left out or repeated, so that the contents stay valid."""
+    """The example at another size. Rows are left out or repeated, so that the contents stay valid."""
     out = list(leaves)
     for i, dim in dimension.places:
         leaf = out[i]
@@ -119,7 +121,7 @@ def resize(leaves: Sequence[Any], dimension: Dimension, size: int) -> list[Any]:
 
 
 def compare(base: Recorder, other: Recorder, known: Known) -> tuple[Mismatch | None, list[Difference]]:
-    """Where two recordings differ: the first thing that cannot be helped, and numbers that are not the same.
+    """The first difference of two recordings that cannot be explained, and the numbers that differ before it.
 
     Sizes that are nodes may differ; `known` holds the numbers that are known to follow a size.
     """
@@ -134,7 +136,7 @@ def compare(base: Recorder, other: Recorder, known: Known) -> tuple[Mismatch | N
         if a.op != b.op or target_name(a.target) != target_name(b.target):
             text = f"{line}: another op is called ({target_name(a.target)} / {target_name(b.target)})"
             return Mismatch(where, text, _reads(base, a) != _reads(other, b)), numbers
-        leaves_a, leaves_b = leaves_of(a), leaves_of(b)
+        leaves_a, leaves_b = _leaves_of(a), _leaves_of(b)
         if len(leaves_a) != len(leaves_b):
             return Mismatch(where, f"{line}: called with other arguments ({a.args} / {b.args})"), numbers
         for position, (x, y) in enumerate(zip(leaves_a, leaves_b)):
@@ -161,7 +163,7 @@ def _reads(run: Recorder, node: fx.Node) -> bool:
     return node.op == "get_attr" and str(node.target) in run.constants
 
 
-def leaves_of(node: fx.Node) -> list[Any]:
+def _leaves_of(node: fx.Node) -> list[Any]:
     """The arguments of a node without their containers, always in the same order."""
     found: list[Any] = []
     fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda leaf: found.append(leaf))
@@ -181,7 +183,6 @@ def _same_constant(a: Any, b: Any) -> bool:
 def size_in(run: Recorder, dimension: Dimension) -> int:
     """The size of a dimension in a run."""
     leaf, dim = dimension.places[0]
-    node = [node for node in run.graph.nodes if node.op == "placeholder"][leaf]
-    shape = run.facts[node].shape
+    shape = run.facts[run.graph.find_nodes(op="placeholder")[leaf]].shape
     assert shape is not None
     return shape[dim]

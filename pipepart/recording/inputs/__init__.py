@@ -1,1 +1,4 @@
-"""The arguments of a recorded call: nested containers as flat leaves, and which of them hold the samples."""
+"""Inputs and results of a call: their leaves, and the leaves that hold samples.
+
+Knows containers, tensors and the dimension of the samples. Does not know modules or graphs.
+"""

@@ -1,4 +1,4 @@
-"""Which leaves of a batch hold the samples, and along which dimension."""
+"""The leaves of a batch that hold samples, and the dimension of the samples."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from pipepart.recording.inputs import trees
 __all__ = ["BatchDim", "Batching", "batching_of", "check_batch_dim", "first_in_result", "leaf_name"]
 
 BatchDim = int | Mapping[str, int | None]
-"""The dimension of the samples in all leaves, or in some of them by path (``"x"``, ``"0.mask"``); None: not to be cut."""
+"""The dimension of the samples, for all leaves or by path (``"x"``, ``"0.mask"``); a leaf with None is not split."""
 
 
 @dataclass(frozen=True)
 class Batching:
-    """For each leaf of a batch the dimension of its samples; None: the leaf goes whole to every micro-batch."""
+    """The dimension of the samples of each leaf of a batch; a leaf with None goes whole to every micro-batch."""
 
     dims: tuple[int | None, ...]
     samples: int
-    """How many samples the leaves hold."""
+    """Number of samples."""
 
     @property
     def in_pieces(self) -> bool:
-        """No leaf is cut along a dimension: batches are cut as containers, and their leaves have sizes of their own."""
+        """Whether batches are split as containers, with leaves of different sizes, and not along a dimension."""
         return not self.places
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The leaves that are cut."""
+        """The positions of the leaves that are split."""
         return tuple(index for index, dim in enumerate(self.dims) if dim is not None)
 
     @property
     def other_dim(self) -> int:
-        """The dimension of the samples in results: that of the leaves that do not have it first; 0 if all have."""
+        """The dimension of the samples in results: the most frequent one of leaves other than 0; 0 if there is none."""
         others = Counter(dim for dim in self.dims if dim)
         return others.most_common(1)[0][0] if others else 0
 
@@ -56,7 +56,7 @@ class Batching:
 
 
 def check_batch_dim(batch_dim: Any) -> None:
-    """Refuse what cannot be a `batch_dim`, before any process is started."""
+    """Raise a `ConfigError` for an invalid `batch_dim`, before any process is started."""
     values = batch_dim.values() if isinstance(batch_dim, Mapping) else [batch_dim]
     fine = all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values if v is not None)
     if (
@@ -71,17 +71,17 @@ def check_batch_dim(batch_dim: Any) -> None:
 
 
 def leaf_name(path: str) -> str:
-    """``batch['x'][0]`` as it is written in a mapping: ``x.0``."""
+    """The path ``batch['x'][0]`` as the key ``x.0`` of a mapping."""
     keys = re.findall(r"\[((?:'(?:[^'\\]|\\.)*'|\"[^\"]*\"|[^\]])*)\]", path)
     head = path.partition("[")[0]
     return ".".join([*([head] if head and head != "batch" else []), *(key.strip("'\"") for key in keys)])
 
 
 def batching_of(leaves: Sequence[Any], paths: Sequence[str], batch_dim: BatchDim = 0) -> Batching:
-    """Which leaves are cut and along which dimension.
+    """The leaves that are split, with their dimensions.
 
-    The number of samples is the size that most leaves have along their dimension, the first of equals. A leaf of another
-    size goes whole to every micro-batch; one that the mapping names must have the size of the others.
+    The number of samples is the most frequent size along these dimensions, the first one if several are equally frequent.
+    A leaf of another size goes whole to every micro-batch; all leaves that the mapping names must have the same size.
     """
     given = dict(batch_dim) if isinstance(batch_dim, Mapping) else {}
     usual = 0 if isinstance(batch_dim, Mapping) else batch_dim
@@ -103,7 +103,7 @@ def batching_of(leaves: Sequence[Any], paths: Sequence[str], batch_dim: BatchDim
         raise PlanError(
             f"the batch has no tensor with a batch dimension: expected at least one tensor leaf with dimension {usual} = "
             f"samples, got leaves of type {kinds}. Name the dimension (batch_dim=...), give the module a method "
-            "`split(batch, n)` that cuts its batches, or use microbatches=1."
+            "`split(batch, n)` that splits its batches, or use microbatches=1."
         )
     named = {i: size for i, size in sizes.items() if names[i] in given}
     if len(set(named.values())) > 1:
@@ -115,13 +115,16 @@ def batching_of(leaves: Sequence[Any], paths: Sequence[str], batch_dim: BatchDim
 
 
 def first_in_result(result: Any, values: Sequence[Any], batching: Batching | None, moved: list[int]) -> Any:
-    """A result with its samples along dimension 0, where the batch has them along another; `moved` says which were."""
+    """The result with its samples along dimension 0, if the batch has them along another dimension.
+
+    `moved` gets the former dimension of each leaf, 0 for leaves that are not moved.
+    """
     moved.clear()
     if batching is None or not batching.other_dim:
         return result
     dim = batching.other_dim
     leaves, tree = trees.flatten(result)
-    with torch._C.DisableTorchFunction():  # this looks at sizes, and is no part of what is recorded
+    with torch._C.DisableTorchFunction():  # these reads of sizes are not recorded
         samples = int(values[batching.places[0]].shape[0])
         held = [isinstance(v, torch.Tensor) and v.dim() > dim and v.shape[dim] == samples for v in leaves]
     moved += [dim if samples_there else 0 for samples_there in held]

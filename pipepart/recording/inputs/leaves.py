@@ -1,4 +1,4 @@
-"""The leaves of a call as inputs of a recording: what each is, and what it is called."""
+"""The leaves of a call as inputs of a recording: their kinds and names."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def describe_leaf(leaf: Any, path: str, numbers: bool) -> Input:
 
 
 def named(inputs: Sequence[Input]) -> tuple[Input, ...]:
-    """The inputs with the names that their nodes get: each another, and none that of a Python builtin such as `input`."""
+    """The inputs with the names of their nodes, which are unique and differ from Python builtins such as `input`."""
     graph = fx.Graph()
     return tuple(dataclasses.replace(spec, name=graph.placeholder(spec.name).name) for spec in inputs)
 
 
 def short_path(target: Any, path: str) -> str:
-    """``[0][1]['x']`` (of args and kwargs) with the name of the parameter in front."""
+    """The path ``[0][1]['x']`` in (args, kwargs), beginning with the name of the parameter."""
     head, _, rest = path[1:].partition("]")
     key, _, tail = rest[1:].partition("]")
     if head == "1":

@@ -1,8 +1,8 @@
 """Dictionaries that a model fills by size: ``if n not in self.masks: self.masks[n] = ...``.
 
-What comes from such a memory is not computed while the model is recorded, so sizes would be baked in. Therefore it is
-empty when a recorded run begins, and a recorded call computes its part at every step. That is the same, since what is
-kept is a function of sizes; what is not is refused.
+A value from such a dictionary is not computed while the model is recorded, so the recording would fix its sizes.
+Therefore the dictionary is empty when a recorded run begins, and a recorded call computes the value at every step. The
+result is the same, because the value is a function of sizes; a dictionary with other values is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
+from pipepart.recording.model_state.places import refill
 from pipepart.recording.model_state.side_effects import Effects
-from pipepart.recording.model_state.state import Attributes
+from pipepart.recording.model_state.state import Snapshot
 from pipepart.recording.trace.arguments import has_tracked, tensors_in
 from pipepart.recording.trace.failures import NotRecordable
 from pipepart.recording.trace.recorder import Recorder
@@ -29,14 +30,14 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class Remembers(NotRecordable):
-    """The model fills dictionaries by size; they have to be empty when the model is recorded."""
+    """The model fills dictionaries by size, which must be empty when the model is recorded."""
 
     tables: tuple[Any, ...] = ()
 
 
 @contextmanager
 def emptied(tables: Sequence[Any]) -> Iterator[None]:
-    """These dictionaries are empty inside, and as before afterwards."""
+    """Empty these dictionaries, and restore their items afterwards."""
     saved = [(table, table.copy()) for table in tables]
     for table in tables:
         table.clear()
@@ -44,16 +45,15 @@ def emptied(tables: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for table, copy in saved:
-            table.clear()
-            table.update(copy)
+            refill(table, copy)
 
 
 def suspects(modules: Sequence[tuple[str, nn.Module]]) -> list[Any]:
-    """Dictionaries with numbers among their keys: a model may have filled them by size before it was recorded.
+    """Dictionaries with numbers in all keys: the model may have filled them by size before it was recorded.
 
-    Whether it has shows in a run with them empty: it fills them again.
+    If it did, a run with empty dictionaries fills them again.
     """
-    candidates = _dictionaries(Attributes(modules), Effects(modules, lambda module, path: False))
+    candidates = _dictionaries(Snapshot(modules), Effects(modules, lambda module, path: False))
     return [table for _, table, _ in candidates if table and all(_has_number(key) for key in table)]
 
 
@@ -61,27 +61,27 @@ def _has_number(key: Any) -> bool:
     return type(key) is int or (isinstance(key, tuple) and any(_has_number(item) for item in key))
 
 
-def _dictionaries(attributes: Attributes, around: Effects) -> list[tuple[str, Any, Any]]:
-    """Module path, dictionary, and what it held before."""
+def _dictionaries(before: Snapshot, around: Effects) -> list[tuple[str, Any, Any]]:
+    """Module path, dictionary, and a copy of the dictionary before the run."""
     inside: list[tuple[str, Any, Any]] = [
-        (path, vars(module).get(name), copy)
-        for path, module, _, containers in attributes.before
-        for name, copy in containers.items()
+        (known.path, vars(known.module).get(name), copy)
+        for known in before.modules
+        for name, copy in known.containers.items()
     ]
-    outside = [(place.module, place.value, place.copy) for place in around.places]
+    outside = [(variable.module, variable.value, variable.copy) for variable in around.variables]
     return [entry for entry in [*inside, *outside] if type(entry[1]) in _DICTS]
 
 
 def filled(
-    recorder: Recorder, attributes: Attributes, around: Effects, tables: Sequence[Any], suspected: Sequence[Any]
+    recorder: Recorder, before: Snapshot, around: Effects, tables: Sequence[Any], suspected: Sequence[Any]
 ) -> None:
     """Raise `Remembers` for dictionaries that the run has filled by size, unless they are among `tables`.
 
-    What was put in must be a function of sizes: only then can it be computed anew at every step. Of dictionaries that
-    are `suspected` those count that were filled.
+    The new values must be functions of sizes, so that they can be computed again at every step. Of the dictionaries that
+    are `suspected`, only those count that the run has filled.
     """
     known, found = {id(table) for table in tables}, []
-    for path, table, copy in _dictionaries(attributes, around):
+    for path, table, copy in _dictionaries(before, around):
         new = {key: value for key, value in table.items() if key not in copy} if len(table) != len(copy) else {}
         if not new or not all(has_tracked(key) and _is_result(value) for key, value in new.items()):
             continue
@@ -107,7 +107,7 @@ def _is_result(value: Any) -> bool:
 
 
 def _depends(recorder: Recorder, value: Any) -> str:
-    """Why a remembered value is no function of sizes; nothing if it is."""
+    """The reason why a remembered value is not a function of sizes; empty if it is one."""
     if is_tracked(value) and value.from_data:
         return "a number that was read from a tensor"
     todo = [recorder.values[id(tensor)] for tensor in tensors_in(value) if id(tensor) in recorder.values]

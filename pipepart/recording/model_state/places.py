@@ -1,44 +1,54 @@
-"""Places of plain Python values that a recording was made with, and the check that they still hold what they held.
+"""Places of plain Python values that a recording was made with, and the check that their values are unchanged.
 
-A place is found again from something that stays (the ``__dict__`` of a module, the variables of a file, the trainer) by
-a few steps, so an object that was replaced by another one of its kind is looked at, not the old one.
+A place is found again from an object that stays (the ``__dict__`` of a module, the variables of a file, the trainer) by a
+few steps. So if an object is replaced by another one of its kind, the new one is checked.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-__all__ = ["MISSING", "Change", "Guards", "Place", "Same", "Typed", "is_number", "is_plain_value", "number_of"]
+__all__ = [
+    "CONTAINERS",
+    "MISSING",
+    "Attribute",
+    "Cell",
+    "Change",
+    "ClassAttributes",
+    "Contents",
+    "Guards",
+    "Owner",
+    "Place",
+    "Same",
+    "Step",
+    "Typed",
+    "copy_of",
+    "is_number",
+    "is_plain_value",
+    "keys_of",
+    "number_of",
+    "refill",
+    "same_items",
+]
 
 MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "nothing"})()
-"""What a place holds if there is none."""
+"""The value of a place that does not exist."""
 
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    np.generic,
-)
-_FAST = frozenset({bool, int, float, str, type(None)})
+_FAST: frozenset[type] = frozenset({bool, int, float, str, type(None)})
+_NUMBERS: tuple[type, ...] = (*_FAST, complex)
+_PLAIN: tuple[type, ...] = (*_NUMBERS, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, np.generic)
 
 
 def is_plain_value(value: Any) -> bool:
-    """Whether a value is a number, a text, a flag, None, a dtype, a member of an enum, or a tuple of such."""
+    """Whether a value is a number, a text, a flag, None, a dtype, a member of an enum, or a tuple of such values."""
     if type(value) in _FAST:
         return True
     if isinstance(value, (tuple, frozenset)):
@@ -52,29 +62,90 @@ def is_number(value: Any) -> bool:
 
 
 def number_of(value: Any) -> int | float:
-    """A number as Python's own; numbers of numpy are what they count as."""
+    """A number, perhaps of numpy, as a number of Python."""
     return int(value) if isinstance(value, (int, np.integer)) else float(value)
 
 
-@dataclass(frozen=True)
-class Typed:
-    """Expected of a place that holds an object: its type. What was read of the object has places of its own."""
+# ---------------------------------------------------------------- containers
 
-    kind: type
-
-
-@dataclass(frozen=True, eq=False)
-class Same:
-    """Expected of a place that holds something that is not looked into: the very object."""
-
-    value: Any
+CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
+"""Types of containers whose items a call may change."""
 
 
-@dataclass(frozen=True, eq=False)
-class Contents:
-    """Expected of a large container: what it held, compared as a whole."""
+def copy_of(container: Any) -> Any:
+    """A copy of a container, to compare it with later."""
+    if isinstance(container, deque):
+        return deque(container, container.maxlen)
+    return dict(container) if isinstance(container, Mapping) else type(container)(container)
 
-    copy: Any
+
+def refill(container: Any, items: Any) -> None:
+    """Give a container these items and no others."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+
+
+def same_items(a: Any, b: Any) -> bool:
+    """Whether two containers of one type hold the same objects; numbers and texts are compared by value."""
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        return all(key in b and _same(value, b[key]) for key, value in a.items())
+    if isinstance(a, set):
+        return bool(a == b)
+    return all(_same(x, y) for x, y in zip(a, b))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, _NUMBERS) and a == b)
+
+
+# ---------------------------------------------------------------- places
+
+
+class Owner(Protocol):
+    """An object that places start from: a dictionary, or one of the classes below."""
+
+    def get(self, key: Any, default: Any = None, /) -> Any: ...
+
+
+class Cell:
+    """The variable of an enclosing function, under any key."""
+
+    def __init__(self, cell: Any) -> None:
+        self.cell = cell
+
+    def get(self, key: Any, default: Any = None, /) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # not filled yet
+            return default
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+class ClassAttributes:
+    """The own attributes of a class."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def get(self, key: Any, default: Any = None, /) -> Any:
+        return self.kind.__dict__.get(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        setattr(self.kind, key, value)
+
+
+class Attribute:
+    """The attributes of an object, including properties; they are only read."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def get(self, key: Any, default: Any = None, /) -> Any:
+        return getattr(self.thing, key, default)
 
 
 Step = tuple[str, Any]
@@ -83,15 +154,19 @@ Step = tuple[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a value is: a mapping that stays, the key in it, and steps from there. `text` names it, once per recording."""
+    """The place of a value: an owner that stays, the key in it, and steps from there. `text` is unique in a recording."""
 
     text: str
-    owner: Mapping[str, Any]
+    owner: Owner
     key: Any
     steps: tuple[Step, ...] = ()
 
+    def inside(self, text: str, *steps: Step) -> Place:
+        """A place some steps further."""
+        return Place(text, self.owner, self.key, (*self.steps, *steps))
+
     def read(self) -> Any:
-        """What is there now, `MISSING` if the way ends before."""
+        """The value that is there now; `MISSING` if there is none."""
         value = self.owner.get(self.key, MISSING)
         for step in self.steps:
             if value is MISSING:
@@ -100,17 +175,15 @@ class Place:
         return value
 
     def write(self, value: Any) -> bool:
-        """Put a value there; False if it is the result of a property or the like."""
+        """Put a value there; False if the place can only be read, such as a property."""
         if not self.steps:
-            if not isinstance(self.owner, (dict, Cell, ClassAttributes)):
-                return False
-            self.owner[self.key] = value
-            return True
-        parent = Place(self.text, self.owner, self.key, self.steps[:-1]).read()
-        kind, key = self.steps[-1]
+            parent, kind, key = self.owner, "item", self.key
+        else:
+            parent = replace(self, steps=self.steps[:-1]).read()
+            kind, key = self.steps[-1]
         if kind == "vars":
             vars(parent)[key] = value
-        elif kind == "item" and not isinstance(parent, tuple):
+        elif kind == "item" and hasattr(parent, "__setitem__"):
             parent[key] = value
         else:
             return False
@@ -132,84 +205,39 @@ def _take(value: Any, step: Step) -> Any:
 
 
 def keys_of(value: Any) -> Any:
-    """What tells whether a container has the same places as before: its keys, its length."""
+    """The keys or the length of a container, to see whether it has the same places as before."""
     if isinstance(value, Mapping):
         return tuple(value)
     return frozenset(value) if isinstance(value, (set, frozenset)) else len(value)
 
 
-class Cell(Mapping[str, Any]):
-    """The variable of an enclosing function as a mapping with one entry."""
-
-    def __init__(self, cell: Any) -> None:
-        self.cell = cell
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.cell.cell_contents = value
-
-    def __getitem__(self, key: str) -> Any:
-        try:
-            return self.cell.cell_contents
-        except ValueError:  # not filled yet
-            raise KeyError(key) from None
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self.cell.cell_contents
-        except ValueError:
-            return default
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("value",))
-
-    def __len__(self) -> int:
-        return 1
+# ---------------------------------------------------------------- guards
 
 
-class ClassAttributes(Mapping[str, Any]):
-    """The own attributes of a class as a mapping that can be written to."""
+@dataclass(frozen=True)
+class Typed:
+    """Expectation for a place that holds an object: its type. Attributes of the object have places of their own."""
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-
-    def __getitem__(self, key: str) -> Any:
-        return self.kind.__dict__[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self.kind, key, value)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.kind.__dict__.get(key, default)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.kind.__dict__)
-
-    def __len__(self) -> int:
-        return len(self.kind.__dict__)
+    kind: type
 
 
-class Attribute(Mapping[str, Any]):
-    """The attributes of an object, properties included, as a mapping."""
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Expectation for a place that holds an opaque value: the identical object."""
 
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
+    value: Any
 
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self.thing, key)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return getattr(self.thing, key, default)
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """Expectation for a large container: equal contents."""
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(dir(self.thing))
-
-    def __len__(self) -> int:
-        return len(dir(self.thing))
+    copy: Any
 
 
 @dataclass(frozen=True)
 class Change:
-    """A place that holds something else than when it was recorded."""
+    """A place whose value is not the recorded one."""
 
     place: Place
     before: Any
@@ -217,7 +245,7 @@ class Change:
 
     @property
     def is_number(self) -> bool:
-        """Whether a recording with this number as an input would hold for it."""
+        """Whether a recording with this number as an input would be valid for both values."""
         countable = not self.place.steps or self.place.steps[-1][0] != "keys"
         return countable and is_number(self.before) and is_number(self.now)
 
@@ -234,7 +262,7 @@ def _short(value: Any) -> str:
 
 
 class Guards:
-    """All places that a recording depends on, with what they held."""
+    """All places that a recording depends on, with their expected values."""
 
     def __init__(self, entries: tuple[tuple[Place, Any], ...] = ()) -> None:
         self.entries = entries
@@ -245,47 +273,38 @@ class Guards:
         return len(self.entries)
 
     def changes(self, first: bool = False) -> list[Change]:
-        """What holds something else now; with `first`, the first such place alone."""
-        found = []
-        for get, key, expected, place in self._flat:
+        """The places with another value now; with `first`, only the first of them."""
+        return list(islice(self._changed(), 1 if first else None))
+
+    def _changed(self) -> Iterator[Change]:
+        for get, key, expected, place in self._flat:  # most places; checked before every step
             now = get(key, MISSING)
             if now is not expected and not _holds(now, expected):
-                found.append(Change(place, expected, now))
-                if first:
-                    return found
+                yield Change(place, expected, now)
         for place, expected in self._deep:
             now = place.read()
             if now is not expected and not _holds(now, expected):
-                found.append(Change(place, expected, now))
-                if first:
-                    return found
-        return found
+                yield Change(place, expected, now)
 
     def without(self, dropped: Callable[[Place], bool]) -> Guards:
-        """These, but for some places."""
+        """The guards except those of some places."""
         return Guards(tuple(entry for entry in self.entries if not dropped(entry[0])))
 
     def values(self) -> dict[str, str]:
-        """The plain ones as text by the name of the place, to compare between processes."""
+        """The plain expected values as text, by the name of the place, to compare between processes."""
         return {place.text: repr(value) for place, value in self.entries if is_plain_value(value)}
 
 
 def _holds(now: Any, expected: Any) -> bool:
     kind = type(expected)
     if kind is Typed:
-        return type(now) is expected.kind or _original(type(now)) is expected.kind
+        original = getattr(type(now), "_pipepart_original", None)  # of a class that is watched: the class of the user
+        return expected.kind in (type(now), original)
     if kind is Same:
         return now is expected.value
     if kind is Contents:
         return _equal(now, expected.copy)
-    if type(now) is not kind:
-        return False
-    return _equal(now, expected)
-
-
-def _original(kind: type) -> type:
-    """The class of the user, for one that was made of it while something is watched."""
-    return getattr(kind, "_pipepart_original", kind)
+    return type(now) is kind and _equal(now, expected)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -293,10 +312,3 @@ def _equal(a: Any, b: Any) -> bool:
         return bool(a == b) or bool(a != a and b != b)
     except Exception:
         return False
-
-
-def copy_of(container: Any) -> Any:
-    """A copy of a container, to compare it with later."""
-    if isinstance(container, deque):
-        return deque(container, container.maxlen)
-    return dict(container) if isinstance(container, Mapping) else type(container)(container)

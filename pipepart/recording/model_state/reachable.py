@@ -1,7 +1,8 @@
-"""Code that a recorded call can reach, and the variables of files and enclosing functions that this code names.
+"""The user's code that a recorded call can reach, and the variables of files and enclosing functions that it names.
 
-Found by reading byte code from the entry on: names of functions, and names of methods of the classes that take part.
-Hooks of a LightningModule that no step calls are not reached, so what they alone use is no concern of a recording.
+The code is found by reading byte code from the entry on: names of functions, and names of methods of the classes that
+take part. Hooks of a LightningModule that no step calls are not reached, so a recording does not depend on variables that
+they alone use.
 """
 
 from __future__ import annotations
@@ -10,33 +11,72 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.nn as nn
 
 from pipepart.recording.model_state.places import MISSING, Cell, Place, is_plain_value
-from pipepart.recording.model_state.side_effects import _functions
 
-__all__ = ["is_foreign", "variables"]
+__all__ = ["OWN_NAMES", "functions_of", "is_foreign", "is_library", "user_classes", "variables"]
 
-_FOREIGN = frozenset(
+OWN_NAMES = frozenset(set(vars(nn.Module())) - {"training"}) | {
+    "_trainer", "_fabric", "_device", "_dtype", "_current_fx_name", "_param_requires_grad_state", "_metric_attributes",
+    "_compiler_ctx", "_example_input_array", "_automatic_optimization", "_fabric_optimizers", "_jit_is_scripting",
+    "_should_prevent_trainer_and_dataloaders_deepcopy", "_hparams_initial", "_hparams_name", "_log_hyperparams",
+    "_strict_loading", "_pipepart_cut", "_use_distributed", "_compiled_call_impl", "prepare_data_per_node",
+    "allow_zero_length_dataloader_with_multiple_devices", "_device_mesh", "trainer", "log", "log_dict",
+    "manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "forward",
+}  # fmt: skip
+"""Attributes of modules that belong to torch and Lightning, or are replaced while a step is recorded.
+
+All other attributes, private ones included, belong to the user.
+"""
+_LIBRARIES = frozenset(
     {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "pipepart",
      "numpy", "torchgen", "sympy"}
 )  # fmt: skip
 _MOST = 3000
-"""Functions: no model reaches more of its own; a bound for what cannot be foreseen."""
+"""Number of functions that are read at most; no known model reaches more of its own."""
+
+
+def is_library(module_name: str | None) -> bool:
+    """Whether code of this module belongs to torch or to another library that keeps no state of the user."""
+    return (module_name or "").partition(".")[0] in _LIBRARIES
 
 
 def is_foreign(module_name: str | None) -> bool:
-    """Whether code of this module is torch's, Python's own, or another library's that keeps no state of the user."""
+    """Whether code of this module belongs to such a library or to Python itself."""
     package = (module_name or "").partition(".")[0]
-    return package in _FOREIGN or (package in sys.stdlib_module_names and package != "__main__")
+    return package in _LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
+
+
+def user_classes(kind: type) -> list[type]:
+    """A class and its bases, without those of libraries and of Python."""
+    return [base for base in kind.__mro__ if not is_foreign(base.__module__)]
+
+
+def functions_of(kind: type) -> list[Any]:
+    """The functions that the user wrote in a class: methods, getters of properties, static and class methods."""
+    if kind not in _functions:
+        members = (_bare(member) for base in user_classes(kind) for member in vars(base).values())
+        _functions[kind] = [member for member in members if isinstance(member, types.FunctionType)]
+    return _functions[kind]
+
+
+def _bare(member: Any) -> Any:
+    if isinstance(member, property):
+        return member.fget
+    return member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+
+
+_functions: WeakKeyDictionary[type, list[Any]] = WeakKeyDictionary()
+"""Weak: classes that are made for one recording hold on to the module that was recorded."""
 
 
 class _Uses:
-    """What one code object names: global variables, attributes, and attributes of global variables."""
+    """The names in a code object: global variables, attributes, and attributes of global variables."""
 
     def __init__(self, code: types.CodeType) -> None:
         self.globals: set[str] = set()
@@ -72,7 +112,7 @@ _known: WeakKeyDictionary[types.CodeType, _Uses] = WeakKeyDictionary()
 
 
 def variables(entries: Iterable[Any], modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
-    """The variables outside of modules that the code can use; `entries` are called first."""
+    """The variables outside of modules that the code can use; `entries` are the functions that the call begins with."""
     search = _Search()
     classes: set[type] = set()
     for path, module in modules:
@@ -103,16 +143,14 @@ class _Search:
         self.cells: set[int] = set()
 
     def add_class(self, kind: type, entered: bool = False) -> None:
-        """A class that takes part. Its methods are reached by their names; of a module that is called, `forward` is."""
-        if is_foreign(kind.__module__) and not any(not is_foreign(base.__module__) for base in kind.__mro__):
-            return
-        for function in _methods(kind):
+        """Add a class that takes part. Its methods are reached by name; `forward` is reached if the module is `entered`."""
+        for function in functions_of(kind):
             self.methods.setdefault(function.__name__, []).append(function)
             if function.__name__ in self.named or (entered and function.__name__ == "forward"):
                 self._queue(function)
 
     def add(self, value: Any) -> None:
-        """Something that is called: a function, a method, a partial, an object with ``__call__``."""
+        """Add something that is called: a function, a method, a partial, an object with ``__call__``."""
         while isinstance(value, functools.partial):
             value = value.func
         value = getattr(value, "__func__", value)
@@ -167,7 +205,7 @@ class _Search:
         return name
 
     def _variable(self, place: Place, installed: bool = False) -> None:
-        """A variable that counts; of installed libraries plain values only, not their tables and registries."""
+        """Add a variable; of installed libraries only plain values count, not their tables and registries."""
         if place.text in self.found:
             return
         value = place.read()
@@ -180,15 +218,3 @@ class _Search:
             self.add_class(type(value))
         if not installed or is_plain_value(value):
             self.found[place.text] = place
-
-
-def _methods(kind: type) -> Iterator[Any]:
-    yield from _functions(kind)
-    for base in kind.__mro__:
-        if is_foreign(base.__module__):
-            continue
-        for value in vars(base).values():
-            if isinstance(value, property):
-                yield from (part for part in (value.fget,) if isinstance(part, types.FunctionType))
-            elif isinstance(value, (staticmethod, classmethod)) and isinstance(value.__func__, types.FunctionType):
-                yield value.__func__

@@ -1,7 +1,7 @@
-"""Which plain Python values a recorded run reads: attributes of modules and of objects in them, the trainer, variables.
+"""Plain Python values that a recorded run reads: attributes of modules and of their objects, the trainer, variables.
 
-Attribute reads are intercepted while the run goes on, so a configuration of hundreds of values counts with those that
-were read. Containers count with all that they hold. Numbers that are inputs of the graph are put in their places.
+Attribute reads are intercepted during the run, so of a configuration with hundreds of values only those count that are
+read. Containers count with all their items. Numbers that are inputs of the graph are put into their places.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import math
 import types
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from pipepart.recording.model_state.own_names import OWN_NAMES
 from pipepart.recording.model_state.places import (
     MISSING,
     Attribute,
@@ -27,21 +26,22 @@ from pipepart.recording.model_state.places import (
     Guards,
     Place,
     Same,
+    Step,
     Typed,
     copy_of,
     is_number,
     is_plain_value,
     keys_of,
 )
-from pipepart.recording.model_state.reachable import is_foreign
+from pipepart.recording.model_state.reachable import OWN_NAMES, is_foreign
 from pipepart.recording.trace import symbols
 
 __all__ = ["Reads", "active"]
 
 _LIMIT = 64
-"""Items: a larger container is compared as a whole."""
+"""Number of items above which a container is compared as a whole."""
 _TOO_LARGE = 4096
-"""Items: what changes inside of a larger container is not noticed."""
+"""Number of items above which changes inside of a container are not noticed."""
 _NAMESPACES = (types.SimpleNamespace, Namespace)
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial)
 _MATH = (
@@ -53,12 +53,15 @@ _running: list[Reads] = []
 
 
 def active() -> Reads | None:
-    """The reads of the run that is being recorded, if there is one."""
+    """The reads of the run that is being recorded; None if there is none."""
     return _running[-1] if _running else None
 
 
 class Reads:
-    """Collects what one recorded run reads. `watching` says whether the user's Python runs, and not an op kept whole."""
+    """Collects the places that one recorded run reads.
+
+    `watching` tells whether the Python code of the user runs, as opposed to an op that is kept whole.
+    """
 
     def __init__(
         self,
@@ -79,12 +82,15 @@ class Reads:
         self.notes: list[str] = []
 
     def guards(self) -> Guards:
-        """What the run has read, but for the numbers that are inputs of the graph."""
+        """The places that the run has read, except those of numbers that are inputs of the graph."""
         return Guards(tuple(self._entries.values()))
+
+    def _expect(self, place: Place, value: Any) -> None:
+        self._entries.setdefault(place.text, (place, value))
 
     @contextmanager
     def collecting(self, variables: Sequence[Place]) -> Iterator[None]:
-        """Intercept reads, with the numbers of the graph in their places; `variables` count as read."""
+        """Intercept reads, with the inputs of the graph in their places. All `variables` count as read."""
         module_class: Any = nn.Module
         absent = nn.Module.__getattr__
         with ExitStack() as stack:
@@ -142,8 +148,7 @@ class Reads:
                     for registry in ("", "_parameters", "_buffers", "_modules"):
                         where: Any = vars(module) if not registry else vars(module).get(registry)
                         if isinstance(where, dict):
-                            text = f"{base} in {registry}" if registry else base
-                            self._entries.setdefault(text, (Place(text, where, name), MISSING))
+                            self._expect(Place(f"{base} in {registry}" if registry else base, where, name), MISSING)
                 raise
 
         return absent
@@ -163,7 +168,7 @@ class Reads:
             if name in base.__dict__:
                 of_user = not is_foreign(base.__module__) and not hasattr(type(value), "__get__")
                 if of_user and base.__dict__[name] is value:
-                    self._entries.setdefault(f"{text} itself", (Place(f"{text} itself", own, name), MISSING))
+                    self._expect(Place(f"{text} itself", own, name), MISSING)
                     self._note(Place(f"{base.__qualname__}.{name}", ClassAttributes(base), name), value)
                 return
 
@@ -171,17 +176,21 @@ class Reads:
 
     def of_trainer(self, trainer: Any, name: str) -> Any:
         """An attribute of the trainer that the step reads."""
-        self._quiet = True
-        try:
-            value = getattr(trainer, name)
-        finally:
-            self._quiet = False
+        value = self._quietly(getattr, trainer, name)
         text = f"trainer.{name}"
         if text in self._inputs:
             return self._inputs[text]
         if not callable(value) or isinstance(value, nn.Module):
             self._note(Place(text, Attribute(trainer), name), value, lightning=True)
         return value
+
+    def _quietly(self, read: Callable[[Any, str], Any], thing: Any, name: str) -> Any:
+        """Read an attribute of Lightning; reads of its own code do not count."""
+        self._quiet = True
+        try:
+            return read(thing, name)
+        finally:
+            self._quiet = False
 
     # ---- anything else
 
@@ -190,65 +199,57 @@ class Reads:
             return
         kind = type(value)
         if is_plain_value(value):
-            self._entries[place.text] = (place, value)
+            self._expect(place, value)
         elif isinstance(value, (torch.Tensor, *_CALLABLE)):
-            self._entries[place.text] = (place, Same(value))
+            self._expect(place, Same(value))
         elif kind.__module__.startswith("omegaconf.") and "_content" in vars(value):
             self._configuration(place, value, depth)
         elif isinstance(value, (list, tuple, set, frozenset, dict, deque)):
             self._container(place, value, depth, lightning)
         elif isinstance(value, _NAMESPACES):
             self._kept.append(value)
-            self._entries[place.text] = (place, Typed(kind))
-            self._items(place, [("vars", name) for name in vars(value)], vars(value).values(), depth, lightning)
+            self._expect(place, Typed(kind))
+            self._items(place, "vars", vars(value).items(), depth, lightning)
         elif lightning or not is_foreign(kind.__module__):
             self._object(place, value, lightning)
 
     def _container(self, place: Place, value: Any, depth: int, lightning: bool) -> None:
         original = getattr(type(value), "_pipepart_original", type(value))
-        if original is not type(value):  # one that tells what is done to it; this does not count
+        if original is not type(value):  # a watched container: reads by the recorder itself do not count
             value = value.pipepart_items()
-        self._entries[place.text] = (place, Typed(original))
+        self._expect(place, Typed(original))
         if len(value) > _TOO_LARGE or depth > 4:
             self.notes.append(f"{place.text}: a container of {len(value)} items; changes inside of it are not noticed")
         elif isinstance(value, (set, frozenset)) or len(value) > _LIMIT or _has_no_numbers(value):
-            self._entries[f"{place.text}, all"] = (_named(place, f"{place.text}, all"), Contents(copy_of(value)))
+            self._expect(place.inside(f"{place.text}, all"), Contents(copy_of(value)))
         else:
-            keys = Place(f"keys of {place.text}", place.owner, place.key, (*place.steps, ("keys", None)))
-            self._entries[keys.text] = (keys, keys_of(value))
-            names: Any = list(value) if isinstance(value, dict) else range(len(value))
-            items = dict.values(value) if isinstance(value, dict) else tuple(value)
-            self._items(place, [("item", name) for name in names], items, depth, lightning)
+            self._expect(place.inside(f"keys of {place.text}", ("keys", None)), keys_of(value))
+            self._items(place, "item", _items_of(value), depth, lightning)
 
     def _configuration(self, place: Place, value: Any, depth: int) -> None:
-        """A configuration of OmegaConf keeps each value in a node of its own."""
-        content = vars(value)["_content"]
-        inside = (*place.steps, ("vars", "_content"))
+        """A configuration of OmegaConf, which keeps each value in a node of its own."""
+        content, inside = vars(value)["_content"], ("vars", "_content")
         if not isinstance(content, (dict, list)):
-            self._note(Place(place.text, place.owner, place.key, inside), content, depth)
+            self._note(place.inside(place.text, inside), content, depth)
             return
-        keys = Place(f"keys of {place.text}", place.owner, place.key, (*inside, ("keys", None)))
-        self._entries[keys.text] = (keys, keys_of(content))
-        for key, node in content.items() if isinstance(content, dict) else enumerate(content):
-            steps = (*inside, ("item", key))
+        self._expect(place.inside(f"keys of {place.text}", inside, ("keys", None)), keys_of(content))
+        for key, node in _items_of(content):
+            steps: list[Step] = [inside, ("item", key)]
             if "_val" in vars(node):
-                steps = (*steps, ("vars", "_val"))
-            self._note(
-                Place(f"{place.text}.{key}", place.owner, place.key, steps), vars(node).get("_val", node), depth + 1
-            )
+                steps.append(("vars", "_val"))
+            self._note(place.inside(f"{place.text}.{key}", *steps), vars(node).get("_val", node), depth + 1)
 
-    def _items(self, place: Place, steps: Sequence[Any], values: Any, depth: int, lightning: bool) -> None:
-        for (kind, key), value in zip(steps, list(values)):
+    def _items(self, place: Place, kind: str, items: Iterable[tuple[Any, Any]], depth: int, lightning: bool) -> None:
+        for key, value in list(items):
             text = f"{place.text}[{key!r}]" if kind == "item" else f"{place.text}.{key}"
-            where = Place(text, place.owner, place.key, (*place.steps, (kind, key)))
-            self._note(where, value, depth + 1, lightning)
+            self._note(place.inside(text, (kind, key)), value, depth + 1, lightning)
 
     def _object(self, place: Place, value: Any, lightning: bool) -> None:
-        """An object of a Python class: what is read of it counts."""
+        """An object of a Python class: the attributes count that are read."""
         if id(value) in self._known:
             return
         kind = type(value)
-        self._entries[place.text] = (place, Typed(kind))
+        self._expect(place, Typed(kind))
         self._known[id(value)] = place
         self._kept.append(value)
         if kind in self._patched:
@@ -263,18 +264,13 @@ class Reads:
                 return symbols.plain(original(thing, name))
             if not lightning:
                 return self._of_object(thing, place, name, original(thing, name), False)
-            self._quiet = True
-            try:
-                found = original(thing, name)
-            finally:
-                self._quiet = False
-            return self._of_object(thing, place, name, found, True)
+            return self._of_object(thing, place, name, self._quietly(original, thing, name), True)
 
         own = kind.__dict__.get("__getattribute__", MISSING)
         patched: Any = kind
         try:
             patched.__getattribute__ = read
-        except TypeError:  # a class of C
+        except TypeError:  # a class written in C
             return
         self._patched[kind] = own
 
@@ -295,28 +291,29 @@ class Reads:
             base = next((base for base in type(thing).__mro__ if name in base.__dict__), None)
             found = base.__dict__[name] if base is not None else MISSING
             if isinstance(found, property) and not lightning:
-                return value  # what it reads counts
+                return value  # the attributes count that the property reads
             if isinstance(value, _CALLABLE):
                 return value
-        self._note(Place(text, place.owner, place.key, (*place.steps, step)), value, lightning=lightning)
+        self._note(place.inside(text, step), value, lightning=lightning)
         return value
 
 
+def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Keys and values of a dictionary or a sequence; methods of subclasses are not called."""
+    return dict.items(value) if isinstance(value, dict) else enumerate(tuple(value))
+
+
 def _has_no_numbers(value: Any) -> bool:
-    """Whether a container holds texts, flags and functions alone: none of its items can become an input."""
-    items = tuple(dict.values(value) if isinstance(value, dict) else value)
+    """Whether a container holds only texts, flags and functions: none of its items can become an input."""
+    items = [item for _, item in _items_of(value)]
     return bool(items) and all(
         isinstance(item, _CALLABLE) or (is_plain_value(item) and not is_number(item)) for item in items
     )
 
 
-def _named(place: Place, text: str) -> Place:
-    return Place(text, place.owner, place.key, place.steps)
-
-
 @contextmanager
 def _math_on_numbers() -> Iterator[None]:
-    """Functions of `math` that take tracked numbers: their results are tracked too."""
+    """Functions of `math` accept tracked numbers inside, and their results are tracked too."""
     originals = {name: getattr(math, name) for name in _MATH}
 
     def tracking(function: Any) -> Any:
@@ -327,10 +324,8 @@ def _math_on_numbers() -> Iterator[None]:
 
         return call
 
-    for name, function in originals.items():
-        setattr(math, name, tracking(function))
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for name, function in originals.items():
-            setattr(math, name, function)
+            setattr(math, name, tracking(function))
+            stack.callback(setattr, math, name, function)
+        yield

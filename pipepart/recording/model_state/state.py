@@ -1,4 +1,8 @@
-"""Names and state of a module: what is looked up while recording, and what recording must leave as it was."""
+"""Names and state of the modules of a model: recording looks names up and leaves the state as it was.
+
+A library may install hooks in the first call and set a flag, so that the next call does not install them again. One
+without the other breaks the model. Therefore hooks and flags are always put back, and kept, together.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ import gc
 import logging
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +21,12 @@ import torch
 import torch.nn as nn
 
 from pipepart.errors import CaptureError
-from pipepart.recording.model_state.own_names import OWN_NAMES
-from pipepart.recording.model_state.setup import Hooks
-from pipepart.recording.model_state.side_effects import same_items
+from pipepart.recording.model_state.places import CONTAINERS, is_plain_value, refill, same_items
+from pipepart.recording.model_state.reachable import OWN_NAMES
 
 __all__ = [
-    "Attributes",
     "Names",
+    "Snapshot",
     "is_abstract",
     "names_of",
     "no_collection",
@@ -31,39 +34,44 @@ __all__ = [
     "preserved",
     "refuse_wrapped",
     "stand_ins",
+    "tensor_names",
 ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Names:
-    """Full names of the modules and tensors of a root, by identity; of tied ones the first name."""
+    """Full names of the modules and tensors of a root, by identity; tied ones have their first name."""
 
-    modules: dict[int, str] = field(default_factory=dict)
-    listed: list[tuple[str, nn.Module]] = field(default_factory=list)
-    tensors: dict[int, str] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)
+    listed: list[tuple[str, nn.Module]]
+    modules: dict[int, str]
+    tensors: dict[int, str]
+    kept: list[torch.Tensor]
+    """The tensors themselves, so that their identities stay valid."""
 
 
 def names_of(root: nn.Module) -> Names:
-    """The names of everything that a recorded run of `root` may touch."""
-    names = Names()
-    names.listed = list(root.named_modules())
-    for path, module in names.listed:
-        names.modules[id(module)] = path
-    for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
-        names.tensors.setdefault(id(tensor), path)
-        names.kept.append(tensor)
-    for path, module in names.listed:
+    """The names of all modules and tensors that a recorded run of `root` may use."""
+    listed, tensors = list(root.named_modules()), tensor_names(root)
+    kept: list[torch.Tensor] = [*root.parameters(), *root.buffers()]
+    for path, module in listed:
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
-                names.tensors.setdefault(id(value), f"{path}.{key}" if path else key)
-                names.kept.append(value)
+                tensors.setdefault(id(value), f"{path}.{key}" if path else key)
+                kept.append(value)
+    return Names(listed, {id(module): path for path, module in listed}, tensors, kept)
+
+
+def tensor_names(root: nn.Module) -> dict[int, str]:
+    """The first name of each parameter and buffer of the root, by identity, in order."""
+    names: dict[int, str] = {}
+    for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+        names.setdefault(id(tensor), name)
     return names
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's collector of cycles is off inside: recording makes many small objects that all stay."""
+    """Switch Python's collector of cycles off: recording makes many small objects that all stay."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -74,7 +82,7 @@ def no_collection() -> Iterator[None]:
 
 
 def refuse_wrapped(root: nn.Module) -> None:
-    """Modules that are already distributed, or not yet built, cannot be recorded: say so by name."""
+    """Raise a `CaptureError` for modules that are already distributed or not built yet."""
     for path, module in root.named_modules():
         home, name = type(module).__module__, type(module).__name__
         reason = ""
@@ -88,7 +96,7 @@ def refuse_wrapped(root: nn.Module) -> None:
 
 @contextmanager
 def not_compiled() -> Iterator[None]:
-    """Whatever ``torch.compile`` has made of functions and modules runs as what it wraps."""
+    """Run the originals of functions and modules that were compiled by ``torch.compile``."""
     if "torch._dynamo.eval_frame" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         yield
         return
@@ -96,44 +104,117 @@ def not_compiled() -> Iterator[None]:
         yield
 
 
-def is_abstract(root: nn.Module) -> bool:
-    """Whether a module has parameters or buffers without memory (on the meta device)."""
-    return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
+# ---------------------------------------------------------------- state at one moment
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name)
+"""Attributes of modules that hold hooks."""
 
 
-class Attributes:
-    """The plain attributes of modules at one moment, to see what a run leaves behind in Python."""
+@dataclass(frozen=True)
+class _Items:
+    """Describes a container in a change of attributes."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class _Module:
+    """The attributes of one module at one moment, with copies of its plain containers and of its registries.
+
+    Registries are its parameters, buffers and hooks, if there are any and they are in a dictionary of Python.
+    """
+
+    path: str
+    module: nn.Module
+    attributes: dict[str, Any]
+    containers: dict[str, Any]
+    registries: dict[str, dict[Any, Any]]
+
+
+class Snapshot:
+    """The Python state of modules at one moment, to find or to undo the changes that a run makes."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]):
-        self.before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = [
-            (path, module, {**vars(module), **_plain_registry(module._buffers)}, dict(_containers(module)))
+        self.modules = [
+            _Module(path, module, vars(module).copy(), _containers(module), _registries(module))
             for path, module in modules
         ]
 
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
-        """Module path, module, attribute, value before and value now of each attribute that is another one now."""
-        for path, module, before, containers in self.before:
-            now: dict[str, Any] = {**vars(module), **_plain_registry(module._buffers)}
+        """Module path, module, attribute, value before and value now of each attribute that has changed."""
+        for known in self.modules:
+            before = {**known.attributes, **known.registries.get("_buffers", {})}
+            now: dict[str, Any] = {**vars(known.module), **_registries(known.module).get("_buffers", {})}
             for name, value in now.items():
-                old = before.get(name)
-                if value is not old:
+                if value is not before.get(name):
                     if name not in _REGISTRIES and name != "training":
-                        yield path, module, name, old, value
-                elif name in containers and not same_items(containers[name], value):
-                    was, now_is = len(containers[name]), len(vars(module)[name])
-                    after = f"{now_is} items" if was != now_is else f"{now_is} other items"
-                    yield path, module, name, f"{was} items", after
+                        yield known.path, known.module, name, before.get(name), value
+                elif name in known.containers and not same_items(known.containers[name], value):
+                    was, count = len(known.containers[name]), len(value)
+                    after = f"{count} items" if was != count else f"{count} other items"
+                    yield known.path, known.module, name, _Items(f"{was} items"), _Items(after)
+
+    def hook_changes(self) -> Iterator[tuple[str, str]]:
+        """Module path and registry of hooks that were added or removed."""
+        for known in self.modules:
+            now = _registries(known.module)
+            for name in _HOOKS:
+                if not same_items(known.registries.get(name, {}), now.get(name, {})):
+                    yield known.path, name
+
+    def restore(self) -> None:
+        """Let the modules have the attributes, registries and containers of that moment, and no others."""
+        for known in self.modules:
+            refill(vars(known.module), known.attributes)
+            for name, copy in known.containers.items():
+                if not same_items(copy, known.attributes[name]):
+                    refill(known.attributes[name], copy)
+            _put_back(known, ("_parameters", "_buffers", *_HOOKS))
+
+    def restore_setup(self) -> None:
+        """Let the modules have the plain attributes and the hooks of that moment."""
+        for known in self.modules:
+            now = vars(known.module)
+            for name in [name for name, value in now.items() if name not in known.attributes and is_plain_value(value)]:
+                del now[name]
+            now.update((name, v) for name, v in known.attributes.items() if name != "training" and is_plain_value(v))
+            _put_back(known, _HOOKS)
 
 
-def _plain_registry(registry: Any) -> dict[str, Any]:
-    return registry if type(registry) is dict else {}
+def _containers(module: nn.Module) -> dict[str, Any]:
+    """Copies of the plain containers of a module that a forward may change."""
+    return {
+        name: value.copy()
+        for name, value in vars(module).items()
+        if type(value) in CONTAINERS and (name not in OWN_NAMES or name == "_non_persistent_buffers_set")
+    }
+
+
+def _registries(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    own = vars(module)
+    return {
+        name: dict(registry)
+        for name in ("_parameters", "_buffers", *_HOOKS)
+        if (registry := own.get(name)) and type(registry) in (dict, OrderedDict)
+    }
+
+
+def _put_back(known: _Module, names: Iterable[str]) -> None:
+    for name in names:
+        registry, wanted = vars(known.module).get(name), known.registries.get(name, {})
+        if type(registry) in (dict, OrderedDict) and (registry or wanted):
+            refill(registry, wanted)
 
 
 @contextmanager
 def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Whatever runs inside, buffers, gradients, attributes, hooks and the random number generators are as before.
+    """Leave buffers, gradients, attributes, hooks and random number generators as before, whatever runs inside.
 
-    `modules` are those of the root, if the caller has them at hand.
+    `modules` are those of the root, if the caller has a list of them.
     """
     modules = modules or list(root.modules())
     tensors = [value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)]
@@ -142,33 +223,12 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
     buffers = [(tensor, tensor.detach().clone()) for tensor in distinct.values()]
     parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     grads = [(parameter, parameter.grad) for parameter in parameters.values()]
-    attributes = [(module, vars(module).copy(), dict(_containers(module))) for module in modules]
-    registries = [
-        (module, dict(module._parameters), dict(module._buffers))
-        for module in modules
-        if type(module._parameters) is dict and type(module._buffers) is dict
-    ]
-    hooks = Hooks(("", module) for module in modules)
-    rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    before = Snapshot(("", module) for module in modules)
     try:
-        yield
+        with _same_draws():
+            yield
     finally:
-        for module, before, containers in attributes:
-            now = vars(module)
-            now.clear()
-            now.update(before)
-            for key, copy in containers.items():
-                value = before[key]
-                if not same_items(copy, value):
-                    value.clear()
-                    (value.extend if isinstance(value, (list, deque)) else value.update)(copy)
-        hooks.put()
-        for module, registered, known in registries:
-            module._parameters.clear()
-            module._parameters.update(registered)
-            module._buffers.clear()
-            module._buffers.update(known)
+        before.restore()
         with torch.no_grad():
             for buffer, value in buffers:  # not by version: batch norm changes its statistics without counting
                 if buffer.is_meta:
@@ -179,42 +239,34 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
                     buffer.data = value
         for parameter, grad in grads:
             parameter.grad = grad
-        torch.set_rng_state(rng)
-        random.setstate(python_rng)
-        np.random.set_state(numpy_rng)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-
-
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
-_CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
-
-
-def _containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Copies of the plain containers of a module that a forward may append to."""
-    for key, value in vars(module).items():
-        if type(value) in _CONTAINERS and (key not in OWN_NAMES or key == "_non_persistent_buffers_set"):
-            yield key, value.copy()
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Torch logs every op that fails on fake tensors, though failing is an answer that we ask for."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+def _same_draws() -> Iterator[None]:
+    """Leave the random number generators of torch, Python and numpy as before."""
+    python_rng, numpy_rng = random.getstate(), np.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
     finally:
-        logger.disabled = before
+        random.setstate(python_rng)
+        np.random.set_state(numpy_rng)
+
+
+# ---------------------------------------------------------------- models without memory
+
+
+def is_abstract(root: nn.Module) -> bool:
+    """Whether a module has parameters or buffers on the meta device, which have no memory."""
+    return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
 
 @contextmanager
 def stand_ins(root: nn.Module) -> Iterator[Any]:
-    """Put fake tensors (shape and dtype, no memory) in the place of all parameters, buffers and tensor attributes.
+    """Replace all parameters, buffers and tensor attributes by fake tensors (shape and dtype, no memory).
 
-    Yields the fake mode. The fakes live on the CPU whatever the device of the originals, so that what the model makes
-    of them fits the example batch. Names refer to the fakes while they are there.
+    Yields the fake mode. The fake tensors are on the CPU whatever the device of the originals, so that results of the
+    model fit the example batch. Names refer to the fake tensors inside.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -240,9 +292,13 @@ def stand_ins(root: nn.Module) -> Iterator[Any]:
             if tensors:
                 saved.append((registry, tensors))
                 registry.update({key: fake(value) for key, value in tensors.items()})
+    logger = logging.getLogger(
+        "torch._subclasses.fake_tensor"
+    )  # logs every op that fails on fake tensors, as some must
+    logged, logger.disabled = logger.disabled, True
     try:
-        with _quiet():
-            yield mode
+        yield mode
     finally:
+        logger.disabled = logged
         for registry, tensors in saved:
             registry.update(tensors)

@@ -1,40 +1,40 @@
-"""Which op is at fault when a recording does not give what the model gives.
+"""The op at fault when the outcome of a recording is not that of the model.
 
-Two traced runs, of the model and of the recording, remember of each op a print of its value and where gradients of it
-go in autograd's graph. Values are compared from the inputs on, gradients from the loss back: the op is named whose
-inputs are right and whose result is not, or the other way round.
+Two traced runs, of the model and of the recording, keep the value of each op and its edge in autograd's graph. Values are
+compared from the inputs on, gradients from the loss back. The op is named whose inputs are right and whose result is
+wrong; for gradients, the other way round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
-import torch.nn as nn
 
-from pipepart.recording.execution.ops_run import resolve
-from pipepart.recording.proof.outcome import Difference, compact, distance, tolerance_of
-from pipepart.recording.trace.facts import Fact, gradient_edge, storage_of
+from pipepart.recording.execution.ops_run import resolve, where_is
+from pipepart.recording.proof.differences import Difference, differ
+from pipepart.recording.proof.outcome import compact
+from pipepart.recording.trace.facts import gradient_edge, storage_of
 
-__all__ = ["Trace", "TracedGraph", "blame", "where_is"]
+if TYPE_CHECKING:
+    from pipepart.recording.recording import Recording
+    from pipepart.recording.trace.recorder import Recorder
+
+__all__ = ["Trace", "blame"]
 
 
 class Trace:
-    """What a run gave op by op: its values, and after `backward` their gradients."""
+    """The values of a run, op by op, and after `backward` their gradients."""
 
-    def __init__(self, keep: Callable[[str], bool] = lambda name: True) -> None:
-        self.keep = keep
+    def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
         self.edges: dict[str, Any] = {}
         self.gradients: dict[str, torch.Tensor | None] = {}
 
     def see(self, name: str, tensor: torch.Tensor) -> None:
-        """The value of an op, at the time it is computed: later ops may change it."""
-        if not self.keep(name):
-            return
+        """Keep the value of an op at the time it is computed: later ops may change it."""
         with torch._C.DisableTorchFunction():
             self.values[name] = compact(tensor.detach()).clone()
             edge = gradient_edge(tensor) if tensor.requires_grad and not tensor.is_inference() else None
@@ -44,7 +44,7 @@ class Trace:
                 self.edges.pop(name, None)
 
     def backward(self, roots: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> None:
-        """Gradients of all values that were seen; autograd's graph stays for `through`."""
+        """Compute the gradients of all values; autograd's graph is kept for `through`."""
         if not roots or not self.edges:
             return
         found = torch.autograd.grad(
@@ -53,7 +53,7 @@ class Trace:
         self.gradients = {name: None if g is None else g.detach() for name, g in zip(self.edges, found)}
 
     def through(self, outputs: dict[str, torch.Tensor], target: Any) -> torch.Tensor | None:
-        """The gradient that reaches `target` (a value by name, or a tensor) from these gradients of values."""
+        """The gradient of `target` (a value by name, or a tensor) that follows from these gradients of values."""
         known = {name: g for name, g in outputs.items() if name in self.edges}
         edge = self.edges.get(target) if isinstance(target, str) else target
         if not known or edge is None:
@@ -64,39 +64,18 @@ class Trace:
         return None if found[0] is None else found[0].detach()
 
 
-@dataclass(frozen=True)
-class TracedGraph:
-    """The graph of a traced run of the model, and what was seen of its ops."""
-
-    graph: fx.Graph
-    facts: Mapping[fx.Node, Fact]
-
-
-def where_is(node: fx.Node) -> str:
-    """Module and line of an op, in words."""
-    meta = node.meta.get("op")
-    return f"module {meta.module!r} at {meta.source}" if meta is not None else "input"
-
-
 class _Case:
-    """The model's traced run and the recording's, side by side."""
+    """The traced runs of the model and of the recording, side by side."""
 
-    def __init__(
-        self,
-        model: Trace,
-        recorded: Trace,
-        graph: TracedGraph,
-        recording: fx.Graph,
-        root: nn.Module,
-    ):
-        self.model, self.recorded, self.root = model, recorded, root
-        self.facts = graph.facts
-        self.nodes = {node.name: node for node in graph.graph.nodes}
+    def __init__(self, model: Trace, recorded: Trace, recorder: Recorder, recording: Recording):
+        self.model, self.recorded, self.root = model, recorded, recording.root
+        self.facts = recorder.facts
+        self.nodes = {node.name: node for node in recorder.graph.nodes}
         self.position = {name: i for i, name in enumerate(self.nodes)}
-        self.kept = {node.name: node for node in recording.nodes}
+        self.kept = {node.name: node for node in recording.graph.nodes}
 
     def op(self, name: str) -> str:
-        """An op by its name, with where it is."""
+        """An op in words: its name and its place."""
         node = self.kept.get(name)
         if node is not None and "op" in node.meta:
             return f"op {name} ({where_is(node)})"
@@ -106,32 +85,24 @@ class _Case:
             return f"op {name} (module {fact.module!r} at {fact.source}){missing}"
         return f"op {name}"
 
-    def differ(self, a: torch.Tensor | None, b: torch.Tensor | None, exact: bool = False) -> bool:
-        if a is None or b is None:
-            return (a is None) != (b is None)
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return True
-        worst, scale = distance(compact(a), compact(b))
-        return worst > (0.0 if exact else tolerance_of(b.dtype) * scale)
-
     # ---------------------------------------------------------------- values
 
     def first_value(self) -> str | None:
         for exact in (False, True):
             for name, value in self.model.values.items():
-                if name in self.recorded.values and self.differ(self.recorded.values[name], value, exact):
+                if name in self.recorded.values and differ(self.recorded.values[name], value, exact=exact):
                     return self._missing_before(name) or name
         return None
 
     def _missing_before(self, name: str) -> str | None:
-        """An op that the model runs just before this one, and the recording does not."""
+        """An op that the model runs directly before this one, and the recording does not."""
         for source in self.nodes[name].all_input_nodes:
             if source.name not in self.kept and self.facts[source].number is None and source.op.startswith("call"):
                 return source.name
         return None
 
     def writer_of(self, buffer: str) -> str | None:
-        """The first op that writes to a buffer; ops that are missing in the recording come first."""
+        """The first op that writes to a buffer, preferably one that is missing in the recording."""
         memory = storage_of(resolve(self.root, buffer))
         writing = [name for name, node in self.nodes.items() if memory in self.facts[node].mutates]
         users = self.users_of_tensor(buffer)
@@ -142,20 +113,20 @@ class _Case:
     # ---------------------------------------------------------------- gradients
 
     def first_mode(self) -> tuple[str, bool] | None:
-        """The first op that is run with gradients in one run and without in the other, and in which one."""
+        """The first op that runs with gradients in one run only, and whether that is the run of the model."""
         for name in self.model.values:
             if name in self.recorded.values and (name in self.model.edges) != (name in self.recorded.edges):
                 return self._missing_before(name) or name, name in self.model.edges
         return None
 
     def first_gradient(self, wrong: Iterable[str]) -> tuple[str, str] | None:
-        """The op whose backward is at fault, and what of its inputs gets another gradient."""
+        """The op whose backward is at fault, and the input or parameter whose gradient is wrong."""
         things: list[tuple[int, str, list[str], Any]] = []
         for name in self.nodes:
             a, b = self.recorded.gradients.get(name), self.model.gradients.get(name)
             if self.nodes[name].op == "get_attr":
                 continue
-            if (name in self.recorded.edges or name in self.model.edges) and self.differ(a, b):
+            if (name in self.recorded.edges or name in self.model.edges) and differ(a, b):
                 users = [user.name for user in self.nodes[name].users]
                 things.append((self._last(users, name), name, users, name))
         for name in wrong:
@@ -186,7 +157,7 @@ class _Case:
                 a, b = self.recorded.through(flow, target), self.model.through(flow, target)
             except RuntimeError:
                 continue
-            if self.differ(a, b):
+            if differ(a, b):
                 hooks = [n.name for n in self.nodes[user].users if n.target == "register_hook"]
                 return next(iter(hooks), user)  # gradients are seen before the hooks of a tensor change them
         lost = [user for user in users if user not in self.kept]
@@ -194,7 +165,7 @@ class _Case:
         return choice or (thing if thing in self.nodes else users[-1] if users else thing)
 
     def users_of_tensor(self, name: str) -> list[str]:
-        """The ops that use a parameter or buffer, in program order, under whatever name it goes there."""
+        """The ops that use a parameter or buffer under any of its names, in program order."""
         tensor = resolve(self.root, name)
         found = []
         for node in self.nodes.values():
@@ -217,19 +188,12 @@ def _is_part(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") in ("getitem", "getattr")
 
 
-def blame(
-    model: Trace,
-    recorded: Trace,
-    graph: TracedGraph,
-    recording: fx.Graph,
-    root: nn.Module,
-    found: Sequence[Difference],
-) -> str:
-    """One sentence on the op at fault; empty if none stands out. `graph` is that of the model's traced run."""
-    case = _Case(model, recorded, graph, recording, root)
+def blame(model: Trace, recorded: Trace, recorder: Recorder, recording: Recording, found: Sequence[Difference]) -> str:
+    """One sentence on the op at fault; empty if no op is found. `recorder` made the traced run of the model."""
+    case = _Case(model, recorded, recorder, recording)
     if any(item.kind == "output" for item in found):
         name = case.first_value()
-        return f"the values part at {case.op(name)}: what goes into it is right, what comes out is not" if name else ""
+        return f"values differ from {case.op(name)} on: its inputs are right, its result is wrong" if name else ""
     buffers = [item.name for item in found if item.kind == "buffer"]
     if buffers:
         name = case.first_value() or case.writer_of(buffers[0])
@@ -238,14 +202,14 @@ def blame(
     if mode is not None:
         where = ("model", "recording") if mode[1] else ("recording", "model")
         needs = "requires a gradient in the {} and not in the {}".format(*where)
-        return f"the gradients part at {case.op(mode[0])}: from here on the result {needs}"
+        return f"gradients differ at {case.op(mode[0])}: from here on the result {needs}"
     culprit = case.first_gradient(item.name for item in found)
     if culprit is None:
         return ""
     op, thing = culprit
     if op == thing:
-        return f"the gradients part at {case.op(op)}: those of all that uses it are right, its own is not"
+        return f"gradients differ at {case.op(op)}: those of all its users are right, its own is wrong"
     if case.nodes[op].target == "register_hook":
-        return f"the gradients part at {case.op(op)}: the hook changes the gradient in another way"
+        return f"gradients differ at {case.op(op)}: the hook changes the gradient in another way"
     of = thing if thing.startswith("parameter") else f"its input {thing}"
-    return f"the gradients part at {case.op(op)}: that of its result is right, that of {of} is not"
+    return f"gradients differ at {case.op(op)}: that of its result is right, that of {of} is wrong"

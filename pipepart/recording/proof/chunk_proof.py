@@ -1,13 +1,13 @@
-"""Prove the chunks of a plan: run one after the other, with detached boundaries, they give what the whole gives.
+"""Proof of the chunks of a plan: run one after the other, with detached boundaries, they give the outcome of the whole.
 
-This is what the stages of a pipeline do, in one process: every value that crosses a cut is a copy without history, and
-only the edges that say so send a gradient back.
+One process does the work of all stages of a pipeline: every value that crosses a cut is a copy without history, and only
+edges with gradient targets send a gradient back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,26 +16,14 @@ import torch.fx as fx
 
 from pipepart.errors import CaptureError
 from pipepart.recording.execution.emit import executable
-from pipepart.recording.execution.ops_run import RecordedGraph, resolve
+from pipepart.recording.execution.ops_run import RecordedGraph, resolve, where_is
 from pipepart.recording.execution.split import Chunk, Edge
 from pipepart.recording.model_state import state
-from pipepart.recording.proof.blame import Trace, where_is
-from pipepart.recording.proof.outcome import (
-    Difference,
-    Outcome,
-    backward_roots,
-    compact,
-    differences,
-    distance,
-    gradients_of,
-    largest_of,
-    noise_of,
-    outcome_of,
-    tolerance_of,
-)
-from pipepart.recording.proof.rounding import beyond_rounding
+from pipepart.recording.proof.blame import Trace
+from pipepart.recording.proof.differences import Difference, beyond_rounding, differ, differences, largest_of
+from pipepart.recording.proof.outcome import Outcome, backward_roots, compact, gradients_of, outcome_of
+from pipepart.recording.proof.replay import Replay
 from pipepart.recording.recording import Recording
-from pipepart.recording.trace.runs import copy_leaf
 
 __all__ = ["prove_chunks"]
 
@@ -50,43 +38,43 @@ def prove_chunks(
     context: Context = nullcontext,
     backward: bool = True,
 ) -> None:
-    """Raise a `CaptureError` if the chunks, run as a pipeline runs them, do not give what the recording gives.
+    """Raise a `CaptureError` if the chunks, run as in a pipeline, do not give the outcome of the whole recording.
 
-    `chunk_of` is what the recording was cut by, and `context` what forward runs in (a precision). Without `backward`, and
-    for steps that are not trained on, outputs and buffers alone are compared. Models on the meta device have nothing to
-    compare.
+    `chunk_of` is the chunk of each op, and forward runs inside `context` (a precision). Without `backward`, and for steps
+    of an evaluation, only outputs and buffers are compared. Models on the meta device are not run.
     """
     if len(chunks) < 2 or state.is_abstract(recording.root):
         return
     backward = backward and recording.step in (None, "training_step")
+    example = _Example(recording, leaves, context, backward)
     nodes = _in_order_of_chunks(recording, chunk_of)
     body = executable(recording, nodes)
-    wanted = _whole(recording, body, leaves, context, backward)
+    wanted = example.in_one_piece(body)
     if wanted.failure:
         return
-    run = _detached(recording, chunks, leaves, context, backward)
+    run = example.in_chunks(chunks)
     found = [item for item in differences(run.outcome, wanted) if not _is_nothing(item, run.outcome)]
-    found = beyond_rounding(found, wanted, recording.root, lambda: _whole(recording, body, leaves, context, backward))
+    found = beyond_rounding(found, wanted, recording.root, lambda: example.in_one_piece(body))
     if not found and not run.outcome.failure:
         return
-    trace = _trace(recording, nodes, leaves, context, backward)
+    trace = example.traced(nodes)
     first = str(found[0]) if found else f"backward fails, {run.outcome.failure}"
     where = _cut_at_fault(recording, chunks, chunk_of, trace, run) or _user(chunks, found)
     raise CaptureError(
-        f"{type(recording.root).__name__}: cut into {len(chunks)} chunks, the recorded graph does not give what it gives "
-        f"in one piece: {first}.\n  where: {where}\n"
+        f"{type(recording.root).__name__}: cut into {len(chunks)} chunks, the recorded graph gives other results than in "
+        f"one piece: {first}.\n  where: {where}\n"
         "  do: keep the modules around this cut together (keep_together, split_at), and report it as a bug"
     )
 
 
 def _is_nothing(item: Difference, got: Outcome) -> bool:
-    """A gradient of zeros in the place of none: a stage that is asked for a gradient sends one."""
+    """Whether zeros replace a missing gradient: a stage that is asked for a gradient sends one."""
     gradient = (got.gradients or {}).get(item.name) if item.kind == "gradient of" else None
     return gradient is not None and item.size == float("inf") and not bool(gradient.any())
 
 
 def _in_order_of_chunks(recording: Recording, chunk_of: Mapping[str, int]) -> list[fx.Node]:
-    """The ops in the order in which the chunks run them: random numbers are drawn in that order."""
+    """The ops in the order in which the chunks run them, which is the order of random draws."""
     nodes = [node for node in recording.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     rank: dict[fx.Node, int] = {}
     for node in reversed(nodes):
@@ -97,23 +85,9 @@ def _in_order_of_chunks(recording: Recording, chunk_of: Mapping[str, int]) -> li
     return nodes if random == sorted(random) else sorted(nodes, key=rank.__getitem__)
 
 
-def _whole(
-    recording: Recording, body: RecordedGraph, leaves: Sequence[Any], context: Context, backward: bool
-) -> Outcome:
-    with state.preserved(recording.root), torch.set_grad_enabled(backward):
-        with context():
-            values = body(*(_without_gradient(leaf) for leaf in leaves))
-        return outcome_of(values, recording.loss_index, recording.root, {}, backward)
-
-
-def _without_gradient(leaf: Any) -> Any:
-    copy = copy_leaf(leaf)
-    return copy.detach() if isinstance(copy, torch.Tensor) else copy
-
-
 @dataclass
 class _Run:
-    """What a run in chunks gave, and what crossed the cuts: values, and the sum of the gradients that came back."""
+    """The outcome of a run in chunks, the values that crossed cuts, and the sums of the gradients that came back."""
 
     values: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -122,31 +96,63 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Stash:
+    """A chunk after its forward: its imports that get a gradient, and its results."""
+
     chunk: Chunk
     leaves: dict[str, torch.Tensor]
     results: Sequence[Any]
 
 
-def _detached(
-    recording: Recording, chunks: Sequence[Chunk], leaves: Sequence[Any], context: Context, backward: bool
-) -> _Run:
-    run = _Run()
-    names = [spec.name for spec in recording.inputs]
-    with state.preserved(recording.root), torch.set_grad_enabled(backward):
-        run.values.update(zip(names, (_without_gradient(leaf) for leaf in leaves)))
-        tape = [_forward(chunk, run.values, context, backward) for chunk in chunks]
+@dataclass(frozen=True)
+class _Example:
+    """A recording and the leaves that it runs on, each time from the same state of the model."""
+
+    recording: Recording
+    leaves: Sequence[Any]
+    context: Context
+    backward: bool
+
+    @contextmanager
+    def _given(self) -> Iterator[list[Any]]:
+        """Copies of the leaves, without gradients; the state of the model is restored afterwards."""
+        with state.preserved(self.recording.root), torch.set_grad_enabled(self.backward):
+            yield [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+
+    def in_one_piece(self, body: RecordedGraph) -> Outcome:
+        """The outcome of the whole graph."""
+        with self._given() as given:
+            with self.context():
+                values = body(*given)
+            return outcome_of(values, self.recording.loss_index, self.recording.root, {}, self.backward)
+
+    def traced(self, nodes: list[fx.Node]) -> Trace:
+        """The values of all ops and their gradients, in one piece."""
+        trace = Trace()
+        with self._given() as given:
+            with self.context():
+                values = Replay(executable(self.recording, nodes, depth=None), trace).run(*given)
+            if self.backward:
+                trace.backward(*backward_roots(values, self.recording.loss_index))
+        return trace
+
+    def in_chunks(self, chunks: Sequence[Chunk]) -> _Run:
+        """Run the chunks one after the other, and their backwards in reverse order."""
+        run, recording = _Run(), self.recording
         totals: dict[str, torch.Tensor] = {}
         failure = ""
-        try:
-            for stash in reversed(tape) if backward else ():
-                _backward(recording, stash, stash is tape[-1], run.gradients, totals)
-        except RuntimeError as error:
-            failure = f"{type(error).__name__}: {error}"
-        needed = {name for name, parameter in recording.root.named_parameters() if parameter.requires_grad}
-        whole = outcome_of(tape[-1].results, None, recording.root, {}, False)
-        given = {name: compact(totals[name]) if name in totals else None for name in needed}
-        run.outcome = Outcome(whole.values, whole.buffers, given if backward else None, failure)
-    return run
+        with self._given() as given:
+            run.values.update(zip((spec.name for spec in recording.inputs), given))
+            tape = [_forward(chunk, run.values, self.context, self.backward) for chunk in chunks]
+            try:
+                for stash in reversed(tape) if self.backward else ():
+                    _backward(recording, stash, stash is tape[-1], run.gradients, totals)
+            except RuntimeError as error:
+                failure = f"{type(error).__name__}: {error}"
+            needed = [name for name, parameter in recording.root.named_parameters() if parameter.requires_grad]
+            whole = outcome_of(tape[-1].results, None, recording.root, {}, False)
+            gradients = {name: compact(totals[name]) if name in totals else None for name in needed}
+            run.outcome = Outcome(whole.values, whole.buffers, gradients if self.backward else None, failure)
+        return run
 
 
 def _forward(chunk: Chunk, values: dict[str, Any], context: Context, backward: bool) -> _Stash:
@@ -172,7 +178,7 @@ def _backward(
     gradients: dict[str, torch.Tensor],
     totals: dict[str, torch.Tensor],
 ) -> None:
-    """Backward of one chunk from what came back for its exports; adds to the gradients of edges and of parameters."""
+    """Run backward of one chunk from the gradients of its exports; adds to the gradients of edges and parameters."""
     if is_last:
         roots, cotangents = backward_roots(stash.results, recording.loss_index)
     else:
@@ -201,44 +207,18 @@ def _backward(
 # -------------------------------------------------------------------- which cut is at fault
 
 
-class _Traced(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, trace: Trace):
-        super().__init__(module)
-        self.trace = trace
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, torch.Tensor) and "origin" in n.meta:
-            self.trace.see(n.meta["origin"], value)
-        return value
-
-
-def _trace(
-    recording: Recording, nodes: list[fx.Node], leaves: Sequence[Any], context: Context, backward: bool
-) -> Trace:
-    """The values of all ops, and their gradients, in one piece."""
-    trace = Trace()
-    with state.preserved(recording.root), torch.set_grad_enabled(backward):
-        with context():
-            body = executable(recording, nodes, depth=None)
-            values = _Traced(body, trace).run(*(_without_gradient(leaf) for leaf in leaves))
-        if backward:
-            trace.backward(*backward_roots(values, recording.loss_index))
-    return trace
-
-
 def _cut_at_fault(
     recording: Recording, chunks: Sequence[Chunk], chunk_of: Mapping[str, int], trace: Trace, run: _Run
 ) -> str:
-    """The first edge whose value is another than in one piece; else, from the loss back, whose gradient is."""
+    """The first edge whose value differs from that in one piece; else, from the loss back, the first whose gradient does."""
     edges = {edge.name: edge for chunk in chunks for edge in chunk.exports}
     by_name = {node.name: node for node in recording.graph.nodes}
     order = [edges[name] for name in by_name if name in edges]
     largest = largest_of(trace.gradients.values())
     for edge in order:
         value = run.values.get(edge.name)
-        if isinstance(value, torch.Tensor) and _differ(compact(value), trace.values.get(edge.name)):
-            return f"the value of {_edge(edge, by_name[edge.name])} is another than in one piece"
+        if isinstance(value, torch.Tensor) and differ(compact(value), trace.values.get(edge.name)):
+            return f"the value of {_edge(edge, by_name[edge.name])} differs from that in one piece"
     for edge in reversed(order):
         got, wanted = run.gradients.get(edge.name), trace.gradients.get(edge.name)
         if got is None and wanted is None:
@@ -247,17 +227,9 @@ def _cut_at_fault(
             return f"no gradient comes back for {_edge(edge, by_name[edge.name])}"
         if any(chunk_of.get(u.name) == edge.source and u.meta["op"].requires_grad for u in by_name[edge.name].users):
             continue  # a part of its gradient comes from its own chunk and crosses nothing
-        if _differ(got, wanted if wanted is not None else torch.zeros_like(got), largest):
-            return f"the gradient that comes back for {_edge(edge, by_name[edge.name])} is another than in one piece"
+        if differ(got, wanted if wanted is not None else torch.zeros_like(got), largest):
+            return f"the gradient that comes back for {_edge(edge, by_name[edge.name])} differs from that in one piece"
     return ""
-
-
-def _differ(got: torch.Tensor, wanted: torch.Tensor | None, largest: float = 0.0) -> bool:
-    """`largest` is the largest of all gradients: what cancels to rounding errors of it does not differ."""
-    if wanted is None or got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return True
-    worst, scale = distance(got, wanted)
-    return worst > tolerance_of(wanted.dtype) * scale and worst > noise_of(wanted.dtype) * largest
 
 
 def _edge(edge: Edge, node: fx.Node) -> str:
@@ -266,7 +238,7 @@ def _edge(edge: Edge, node: fx.Node) -> str:
 
 
 def _user(chunks: Sequence[Chunk], found: Sequence[Difference]) -> str:
-    """All that crosses is right: the chunks that use what is wrong."""
+    """The chunks that use the wrong tensors, if all edges are right."""
     names = {item.name for item in found}
     users = [chunk.index for chunk in chunks if not names.isdisjoint((*chunk.parameters, *chunk.buffers))]
-    return f"inside of chunk {', '.join(map(str, users or [chunks[-1].index]))}; all that crosses a cut is right"
+    return f"inside of chunk {', '.join(map(str, users or [chunks[-1].index]))}; all edges are right"

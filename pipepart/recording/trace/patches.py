@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn as nn
 
-from pipepart.recording.inputs.containers import library_of
-from pipepart.recording.model_state.own_names import OWN_NAMES
-from pipepart.recording.model_state.setup import Hooks, is_plain
+from pipepart.recording.inputs.trees import library_of
+from pipepart.recording.model_state.places import is_plain_value
+from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.model_state.side_effects import Effects
-from pipepart.recording.model_state.state import Attributes
+from pipepart.recording.model_state.state import Snapshot
 from pipepart.recording.trace import intrinsics, ops
 from pipepart.recording.trace.activation_checkpoints import Checkpoint, settings_of
 from pipepart.recording.trace.arguments import tensors_in, unwrap
@@ -91,11 +91,11 @@ def is_torch_leaf(module: nn.Module) -> bool:
     return home.startswith(("torch.nn.", "torch.ao.nn.", "torch.jit"))
 
 
-def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
+def keep_attributes(recorder: Recorder, before: Snapshot) -> None:
     """Tensors that the model keeps as attributes are kept by the graph too; other Python state cannot be."""
     whole = [name for name in recorder.module_names.values() if name in recorder.whole]
     lost: dict[str, NotRecordable] = {}
-    for path, module, name, old, value in attributes.changes():
+    for path, module, name, old, value in before.changes():
         inside = any(path == name_ or path.startswith(f"{name_}.") for name_ in whole)
         if inside or is_torch_leaf(module) or is_metric(module) or (not path and _is_kept_elsewhere(module, name)):
             continue
@@ -110,7 +110,7 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
             continue
         if value == old and type(value) is type(old):
             continue
-        kind = Unsettled if is_plain(old) and is_plain(value) else NotRecordable
+        kind = Unsettled if is_plain_value(old) and is_plain_value(value) else NotRecordable
         lost.setdefault(
             path,
             kind(
@@ -127,9 +127,9 @@ def keep_attributes(recorder: Recorder, attributes: Attributes) -> None:
         raise error
 
 
-def refuse_hooks(recorder: Recorder, hooks: Hooks) -> None:
+def refuse_hooks(recorder: Recorder, before: Snapshot) -> None:
     """A call that leaves hooks behind has set the model up: the recording starts from what one call leaves."""
-    for path, name in hooks.changes():
+    for path, name in before.hook_changes():
         recorder.failed_in = [path]
         raise Unsettled(
             f"the call adds or removes hooks of module {path!r} ({name}); a recorded call does not. Register hooks "

@@ -18,7 +18,6 @@ from pipepart.recording.model_state import memos, state
 from pipepart.recording.model_state.places import Place
 from pipepart.recording.model_state.reachable import variables
 from pipepart.recording.model_state.reads import Reads
-from pipepart.recording.model_state.setup import Hooks, Setup
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
@@ -225,8 +224,8 @@ def settle(call: Call, leaves: list[Any], mode: Any) -> None:
         if mode is not None:
             stack.enter_context(mode)
         call.run([copy_leaf(leaf) for leaf in leaves])
-        after = Setup(call.root.named_modules())
-    after.put()
+        after = state.Snapshot(call.root.named_modules())
+    after.restore_setup()
 
 
 def copy_leaf(leaf: Any) -> Any:
@@ -286,19 +285,18 @@ def run_once(
                 if settings.makers:
                     patches.enter_context(watch_makers(recorder.makers, recorder.kept))
                 recorder.watching, recorder.drawn = settings.watching, outside_rng()
-                attributes, around = state.Attributes(names.listed), Effects(names.listed, partial(is_leaf, recorder))
-                hooks = Hooks(names.listed)
+                before, around = state.Snapshot(names.listed), Effects(names.listed, partial(is_leaf, recorder))
                 with reads.collecting(settings.variables):
                     result, logs = call.run(values)
                 recorder.guards_of_state = reads.guards()
                 recorder.notes += reads.notes
                 if outside_rng() != recorder.drawn:
                     raise DrawsOutside("the model draws random numbers outside torch (Python's random or numpy)")
-                memos.filled(recorder, attributes, around, settings.tables, settings.suspects or ())
+                memos.filled(recorder, before, around, settings.tables, settings.suspects or ())
                 for table in settings.tables:
                     table.clear()
-                keep_attributes(recorder, attributes)
-                refuse_hooks(recorder, hooks)
+                keep_attributes(recorder, before)
+                refuse_hooks(recorder, before)
                 refuse_effects(recorder, around)
                 outputs, tree = trees.flatten(result)
                 count = len(outputs)

@@ -1,6 +1,6 @@
-"""The program that tries bfloat16 and float16 products; it may die, so it always runs in a process of its own.
+"""The program that tries bfloat16 and float16 products. It may die, so it always runs in a process of its own.
 
-It writes ``works NAME`` to file descriptor 1 for each dtype in turn. Its file is run, never imported.
+It writes ``works NAME`` to file descriptor 1 for each dtype in turn. The file is run and never imported.
 """
 
 import os
@@ -24,8 +24,6 @@ def products(dtype: torch.dtype) -> None:
 
 
 for name in ("bfloat16", "float16"):
-    with suppress(
-        RuntimeError
-    ):  # an op that this version of torch lacks is an error for its user, not the end of a process
+    with suppress(RuntimeError):  # an op that this version of torch lacks raises an error; it does not end the process
         products(getattr(torch, name))
     os.write(1, f"works {name}\n".encode())

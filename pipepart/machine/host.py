@@ -1,0 +1,40 @@
+"""This host: the cores that the process may use, the cache folder, and a CPU that announces AMX."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["cache_folder", "cpu_with_amx", "usable_cores"]
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on, which may be fewer than the machine has (containers, taskset)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cache_folder() -> Path:
+    """The folder of cached measurements: PIPEPART_CACHE, or the user's cache folder."""
+    if "PIPEPART_CACHE" in os.environ:
+        return Path(os.environ["PIPEPART_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pipepart"
+
+
+def cpu_with_amx() -> tuple[str, str] | None:
+    """Model and flags of a CPU that announces AMX; None on every other machine."""
+    found: dict[str, str] = {}
+    try:
+        with open(os.environ.get("PIPEPART_CPUINFO", "/proc/cpuinfo"), errors="replace") as lines:
+            for line in lines:  # the first core is enough; hundreds of cores make a long file
+                name, _, value = line.partition(":")
+                found.setdefault(name.strip(), value.strip())
+                if name.strip() == "flags":
+                    break
+    except OSError:
+        return None
+    flags = found.get("flags", "")
+    if not any(flag.startswith("amx_") for flag in flags.split()):
+        return None
+    return " ".join(found.get(key, "") for key in ("vendor_id", "cpu family", "model", "model name", "stepping")), flags
