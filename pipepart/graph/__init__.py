@@ -4,7 +4,6 @@ Knows the ops of a recording and the tensors between them, by name and size. Kno
 """
 
 from pipepart.graph.captured import Captured, capture
-from pipepart.graph.from_recording import op_graph
-from pipepart.graph.opgraph import Op, OpGraph
+from pipepart.graph.opgraph import Op, OpGraph, op_graph
 
 __all__ = ["Captured", "Op", "OpGraph", "capture", "op_graph"]

@@ -10,8 +10,7 @@ from typing import Any
 import torch.nn as nn
 
 from pipepart.errors import CaptureError
-from pipepart.graph.from_recording import op_graph
-from pipepart.graph.opgraph import OpGraph
+from pipepart.graph.opgraph import OpGraph, op_graph
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.record import record

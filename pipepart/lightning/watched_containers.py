@@ -20,7 +20,7 @@ from pipepart.errors import ConfigError
 from pipepart.recording.model_state.own_names import OWN_NAMES
 from pipepart.recording.model_state.places import Place
 from pipepart.recording.model_state.reachable import is_foreign
-from pipepart.recording.trace.patches import is_metric, is_torch_leaf
+from pipepart.recording.trace.ops import is_metric, is_torch_leaf
 
 __all__ = ["Path", "Touched", "Watched", "container_at", "text_of", "watched_containers"]
 

@@ -13,7 +13,8 @@ from pipepart.errors import CaptureError
 from pipepart.recording.execution.colocate import colocated
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.execution.ops_run import used_tensors
-from pipepart.recording.recording import OpMeta, Recording
+from pipepart.recording.op import op_of, where_is
+from pipepart.recording.recording import Recording
 
 __all__ = ["BATCH", "Chunk", "Edge", "split"]
 
@@ -102,42 +103,37 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
         if node.op in ("placeholder", "output"):
             continue
         if node.name not in chunk_of:
-            raise CaptureError(f"split: op {node.name!r} ({_where(node)}) has no chunk")
+            raise CaptureError(f"split: op {node.name!r} ({where_is(node)}) has no chunk")
         chunk = chunk_of[node.name]
         if not 0 <= chunk < chunks:
             raise CaptureError(f"split: op {node.name!r} has chunk {chunk}; expected 0 to {chunks - 1}")
         owner[node] = chunk
     for node in owner:
         for source in node.all_input_nodes:
-            if source in owner and owner[source] > owner[node] and not source.meta["op"].replicable:
+            if source in owner and owner[source] > owner[node] and not op_of(source).replicable:
                 raise CaptureError(
                     f"split: the edge {source.name} -> {node.name} goes back from chunk {owner[source]} to chunk "
-                    f"{owner[node]} ({_where(source)} -> {_where(node)}); a value can only go to the same or a later chunk"
+                    f"{owner[node]} ({where_is(source)} -> {where_is(node)}); a value can only go to the same or a later chunk"
                 )
     for group in colocated(recording):
         if len({owner[node] for node in group}) > 1:
             places = ", ".join(f"{node.name}: {owner[node]}" for node in group[:6])
             raise CaptureError(
                 f"split: these ops share memory, a state or a tuple and must be in one chunk, got {places} "
-                f"({_where(group[0])})"
+                f"({where_is(group[0])})"
             )
     return owner
 
 
-def _where(node: fx.Node) -> str:
-    meta = node.meta.get("op")
-    return f"module {meta.module!r} at {meta.source}" if meta else "input"
-
-
 def _same_size(number: fx.Node, tensors: set[fx.Node]) -> tuple[fx.Node, int] | None:
     """A dimension of one of these tensors that had the value of `number` in all recorded runs, and did change."""
-    rows = number.meta["rows"]
+    rows = op_of(number).rows
     if not rows or len(set(rows[0])) == 1:
         return None
     for tensor in sorted(tensors, key=lambda node: node.name):
-        if tensor.meta["op"].is_number or tensor.meta["op"].dynamic_shape:
+        if op_of(tensor).is_number or op_of(tensor).dynamic_shape:
             continue
-        for dim, row in enumerate(tensor.meta["rows"]):
+        for dim, row in enumerate(op_of(tensor).rows):
             if row == rows[0]:
                 return tensor, dim
     return None
@@ -164,7 +160,7 @@ class _Layout:
 
     def _fill(self, chunk: int) -> None:
         """Collect the nodes of one chunk: its own, copies of replicable ones, and sizes of tensors it has anyway."""
-        roots = [node for node, place in self.owner.items() if place == chunk and not node.meta["op"].replicable]
+        roots = [node for node, place in self.owner.items() if place == chunk and not op_of(node).replicable]
         if chunk == self.chunks - 1:
             roots += [out for out in self.outputs if isinstance(out, fx.Node)]
         inside: set[fx.Node] = set()
@@ -177,10 +173,10 @@ class _Layout:
                 continue
             if node.op == "placeholder":
                 imported.add(node)
-            elif node.meta["op"].replicable or self.owner[node] == chunk:
+            elif op_of(node).replicable or self.owner[node] == chunk:
                 inside.add(node)
                 todo.extend(node.all_input_nodes)
-            elif node.meta["op"].is_number:
+            elif op_of(node).is_number:
                 numbers.append(node)
             else:
                 imported.add(node)
@@ -214,10 +210,10 @@ class _Layout:
     ) -> None:
         """Do without leaves of the batch that this chunk imports only to know their sizes."""
         last = len(self.body) == self.chunks - 1
-        for leaf in sorted((n for n in imported if n.op == "placeholder"), key=lambda n: -n.meta["op"].nbytes):
+        for leaf in sorted((n for n in imported if n.op == "placeholder"), key=lambda n: -op_of(n).output_bytes):
             users = [user for user in leaf.users if user in inside and user not in sizes]
             kept = last and leaf in self.outputs
-            if kept or not users or any(user.target != "size" or not user.meta["op"].is_number for user in users):
+            if kept or not users or any(user.target != "size" or not op_of(user).is_number for user in users):
                 continue
             places = {user: _same_size(user, imported - {leaf}) for user in users}
             if all(place is not None for place in places.values()):
@@ -227,7 +223,7 @@ class _Layout:
     def _computable(self, node: fx.Node, here: set[fx.Node]) -> set[fx.Node] | None:
         if node in here or node.op == "get_attr":
             return set()
-        if node.op == "placeholder" or not node.meta["op"].is_number or node.target == "item":
+        if node.op == "placeholder" or not op_of(node).is_number or node.target == "item":
             return None
         needed = {node}
         for source in node.all_input_nodes:
@@ -250,7 +246,7 @@ class _Layout:
         return found
 
     def _edge(self, node: fx.Node, targets: tuple[int, ...], contributing: set[fx.Node]) -> Edge:
-        meta: OpMeta = node.meta["op"]
+        meta = op_of(node)
         grads: tuple[int, ...] = ()
         if meta.requires_grad and node.op != "placeholder":
             grads = tuple(chunk for chunk in targets if self._reaches_loss(node, chunk, contributing))
@@ -262,7 +258,7 @@ class _Layout:
             "number" if meta.is_number else "tensor",
             meta.shape,
             meta.dtype,
-            meta.nbytes,
+            meta.output_bytes,
             meta.dynamic_shape,
         )
 
@@ -282,13 +278,13 @@ class _Layout:
             node = todo.pop()
             if node not in found:
                 found.add(node)
-                todo.extend(node.meta["differentiates"])
+                todo.extend(op_of(node).differentiates)
         return found
 
     def _reaches_loss(self, node: fx.Node, chunk: int, contributing: set[fx.Node]) -> bool:
         if chunk == self.chunks - 1 and node in self._losses():
             return True
         return any(
-            user in contributing and self.owner.get(user) == chunk and node in user.meta["differentiates"]
+            user in contributing and self.owner.get(user) == chunk and node in op_of(user).differentiates
             for user in node.users
         )

@@ -39,7 +39,7 @@ def _shape_rows(runs: Sequence[Recorder]) -> None:
         if len(facts) != len(runs):
             continue
         shapes = [fact.shape for fact in facts]
-        if shapes[0] is not None and not facts[0].dynamic and len({len(shape or ()) for shape in shapes}) == 1:
+        if shapes[0] is not None and not facts[0].dynamic_shape and len({len(shape or ()) for shape in shapes}) == 1:
             facts[0].rows = tuple(zip(*(shape for shape in shapes if shape is not None)))
         elif nodes[0].target == "size" and isinstance(facts[0].number, int) and not facts[0].from_data:
             facts[0].rows = (tuple(fact.number for fact in facts),)
@@ -57,7 +57,7 @@ def _input_rows(runs: Sequence[Recorder]) -> dict[tuple[int, ...], tuple[fx.Node
     """Which input dimension has which row of sizes; of several the one of the smallest tensor."""
     found: dict[tuple[int, ...], tuple[fx.Node, int]] = {}
     inputs = [[node for node in run.graph.nodes if node.op == "placeholder"] for run in runs]
-    order = sorted(zip(*inputs), key=lambda nodes: runs[0].facts[nodes[0]].nbytes)
+    order = sorted(zip(*inputs), key=lambda nodes: runs[0].facts[nodes[0]].output_bytes)
     for nodes in order:
         shapes = [run.facts[node].shape for run, node in zip(runs, nodes)]
         if shapes[0] is None:

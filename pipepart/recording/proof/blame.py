@@ -16,10 +16,12 @@ import torch.fx as fx
 import torch.nn as nn
 
 from pipepart.recording.execution.ops_run import resolve
+from pipepart.recording.op import where_is
 from pipepart.recording.proof.outcome import Difference, compact, distance, tolerance_of
-from pipepart.recording.trace.facts import Fact, gradient_edge, storage_of
+from pipepart.recording.trace.facts import Fact
+from pipepart.recording.trace.tensors import gradient_edge, storage_of
 
-__all__ = ["Trace", "TracedGraph", "blame", "where_is"]
+__all__ = ["Trace", "TracedGraph", "blame"]
 
 
 class Trace:
@@ -72,12 +74,6 @@ class TracedGraph:
     facts: Mapping[fx.Node, Fact]
 
 
-def where_is(node: fx.Node) -> str:
-    """Module and line of an op, in words."""
-    meta = node.meta.get("op")
-    return f"module {meta.module!r} at {meta.source}" if meta is not None else "input"
-
-
 class _Case:
     """The model's traced run and the recording's, side by side."""
 
@@ -98,7 +94,7 @@ class _Case:
     def op(self, name: str) -> str:
         """An op by its name, with where it is."""
         node = self.kept.get(name)
-        if node is not None and "op" in node.meta:
+        if node is not None and node.op not in ("get_attr", "output"):
             return f"op {name} ({where_is(node)})"
         if name in self.nodes:
             missing = "" if name in self.kept else ", which is missing in the recording"

@@ -15,10 +15,11 @@ from pipepart.errors import CaptureError
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.execution.flops import FlopMode
 from pipepart.recording.model_state import state
-from pipepart.recording.proof.blame import Trace, TracedGraph, blame, where_is
+from pipepart.recording.op import op_of, set_op, where_is
+from pipepart.recording.proof.blame import Trace, TracedGraph, blame
 from pipepart.recording.proof.outcome import Difference, Outcome, backward_roots, differences, outcome_of
 from pipepart.recording.proof.rounding import beyond_rounding
-from pipepart.recording.recording import OpMeta, Recording
+from pipepart.recording.recording import Recording
 from pipepart.recording.trace.runs import copy_leaf
 
 __all__ = ["Rerun", "verify"]
@@ -73,7 +74,7 @@ def verify(
     """Raise a `CaptureError` if the recording does not give what the model gave; returns notes on what was not proved.
 
     `expected` is what the model gave from the same random state, and `again` runs it once more, op by op, to find the
-    op at fault. Fills in what the example's sizes are and cost: the shape of each op's value, ``node.meta["flops"]``.
+    op at fault. Fills in what the example's sizes are and cost: the shape of each op's value and its FLOPs.
     Without `modes`, it is not looked at which ops require a gradient: more do than in the model as it was recorded.
     """
     versions = {name: parameter._version for name, parameter in recording.root.named_parameters()}
@@ -102,7 +103,7 @@ def _check_modes(recording: Recording, replay: _Replay) -> None:
     for node in recording.ops:
         if node.op == "output" or node.name not in replay.seen:
             continue
-        meta: OpMeta = node.meta["op"]
+        meta = op_of(node)
         requires_grad = replay.seen[node.name][3]
         if requires_grad != meta.requires_grad and meta.shape is not None and not meta.inplace:
             raise CaptureError(
@@ -115,13 +116,11 @@ def _check_modes(recording: Recording, replay: _Replay) -> None:
 def _fill(recording: Recording, replay: _Replay) -> None:
     """Sizes and FLOPs of the example."""
     for node in recording.ops:
-        node.meta["flops"] = replay.flops.get(node.name, 0)
-        if node.op == "output" or node.name not in replay.seen:
-            continue
-        meta: OpMeta = node.meta["op"]
-        shape, dtype, nbytes, _ = replay.seen[node.name]
-        if meta.shape is not None:
-            node.meta["op"] = dataclasses.replace(meta, shape=shape, dtype=dtype, nbytes=nbytes)
+        op = dataclasses.replace(op_of(node), flops=replay.flops.get(node.name, 0))
+        if op.shape is not None and node.name in replay.seen:
+            shape, dtype, size, _ = replay.seen[node.name]
+            op = dataclasses.replace(op, shape=shape, dtype=dtype, output_bytes=size)
+        set_op(node, op)
 
 
 def _explained(

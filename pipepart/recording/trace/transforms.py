@@ -1,4 +1,4 @@
-"""``torch.func``: a call of what ``vmap``, ``grad``, ``jvp``, ``jacrev`` and the like made of a function is one op.
+"""``torch.func``: a call of a function that ``vmap``, ``grad``, ``jvp``, ``jacrev`` etc. have transformed is one op.
 
 Tensors inside such a call are wrapped, so its ops cannot be recorded one by one. The function may use parameters of the
 model and, through variables around it, tensors and sizes that were computed before: both become arguments of the op.
@@ -10,52 +10,41 @@ import functools
 import importlib
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from pipepart.recording.trace.arguments import unwrap
 from pipepart.recording.trace.failures import NotRecordable
 from pipepart.recording.trace.functions import places_of
 from pipepart.recording.trace.recorder import Recorder
 from pipepart.recording.trace.symbols import is_tracked
+from pipepart.recording.trace.tensors import unwrap
 
-__all__ = ["transforms_recorded"]
+__all__ = ["replacements"]
 
 _apis: Any = importlib.import_module("torch._functorch.apis")
 _eager: Any = importlib.import_module("torch._functorch.eager_transforms")
 _torch_functional_call = torch.func.functional_call
 _NESTED = 4
-"""How deep functions inside functions are looked at for variables around them."""
+"""Depth of nesting to which functions are searched for variables around them."""
 
 
-@contextmanager
-def transforms_recorded(recorder: Recorder) -> Iterator[None]:
-    """Calls of transformed functions go through the recorder."""
-    patched: list[tuple[Any, str, Any]] = [
-        (vars(_apis), "vmap_impl", functools.partial(_vmap, recorder, _apis.vmap_impl)),
-        (vars(_eager), "grad_impl", functools.partial(_grad, recorder, "grad", _eager.grad_impl)),
-        (vars(_eager), "grad_and_value_impl", functools.partial(_grad, recorder, "value", _eager.grad_and_value_impl)),
-        (vars(_eager), "_jvp_with_argnums", functools.partial(_jvp, recorder, _eager._jvp_with_argnums)),
-    ]
+def replacements(recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the patches under which calls of transformed functions are recorded: namespace, name and new value."""
+    inner: tuple[tuple[Any, str, Callable[..., Any], tuple[Any, ...]], ...] = (
+        (_apis, "vmap_impl", _vmap, ()),
+        (_eager, "grad_impl", _grad, ("grad",)),
+        (_eager, "grad_and_value_impl", _grad, ("value",)),
+        (_eager, "_jvp_with_argnums", _jvp, ()),
+    )
+    for file, name, call, more in inner:
+        yield vars(file), name, functools.partial(call, recorder, *more, getattr(file, name))
     originals = {name: getattr(torch.func, name) for name in ("jacrev", "jacfwd", "hessian", "vjp", "functional_call")}
+    calls = {"functional_call": _functional_call, "vjp": _vjp}
     for names, name in places_of(originals):
-        if name == "functional_call":
-            patched.append((names, name, functools.partial(_functional_call, recorder, originals[name])))
-        elif name == "vjp":
-            patched.append((names, name, functools.partial(_vjp, recorder, originals[name])))
-        else:
-            patched.append((names, name, functools.partial(_jacobian, recorder, name, originals[name])))
-    saved = [(names, name, names[name]) for names, name, _ in patched]
-    for names, name, value in patched:
-        names[name] = value
-    try:
-        yield
-    finally:
-        for names, name, value in saved:
-            names[name] = value
+        call = calls.get(name) or functools.partial(_jacobian, name)
+        yield names, name, functools.partial(call, recorder, originals[name])
 
 
 def _vmap(
@@ -93,7 +82,7 @@ def _jvp(
     return _one_op(recorder, f"jvp_{argnums}", run, function, (primals, tangents), {})
 
 
-def _jacobian(recorder: Recorder, name: str, original: Any, function: Any, *settings: Any, **options: Any) -> Any:
+def _jacobian(name: str, recorder: Recorder, original: Any, function: Any, *settings: Any, **options: Any) -> Any:
     def run(inner: Any, *values: Any, **more: Any) -> Any:
         return original(inner, *settings, **options)(*values, **more)
 
@@ -104,8 +93,8 @@ def _jacobian(recorder: Recorder, name: str, original: Any, function: Any, *sett
 
 
 def _vjp(recorder: Recorder, original: Any, function: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """The value is one op, and so is each call of the function that is returned: it computes the value again."""
-    if not recorder.recording or recorder.frames:
+    """Record the value as one op, and each call of the returned function as another, which computes the value again."""
+    if recorder.builder.idle:
         return original(function, *unwrap(primals), has_aux=has_aux)
 
     def value(inner: Any, *values: Any) -> Any:
@@ -120,23 +109,23 @@ def _vjp(recorder: Recorder, original: Any, function: Any, *primals: Any, has_au
 
     out = _one_op(recorder, "vjp_value", value, function, primals, {})
     if next(reversed(recorder.facts.values())).random:
-        raise NotRecordable(f"torch.func.vjp of a function that draws random numbers, in {recorder.here()}")
+        raise NotRecordable(f"torch.func.vjp of a function that draws random numbers, in {recorder.builder.here()}")
     return (out[0], pulled, out[1]) if has_aux else (out, pulled)
 
 
 def functional_call(module: nn.Module, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.func.functional_call`` with what a graph holds: its dictionaries cannot be changed."""
+    """Call ``torch.func.functional_call`` with copies of the dictionaries: those of a graph cannot be changed."""
     copies = tuple(map(dict, tensors)) if isinstance(tensors, (tuple, list)) else dict(tensors)
     return _torch_functional_call(module, copies, *args, **kwargs)
 
 
 def _functional_call(recorder: Recorder, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A module with other tensors in the place of its parameters: one op, which has the module as an argument."""
-    if not recorder.recording or recorder.frames:
+    """Record a module with other tensors in place of its parameters as one op with the module as an argument."""
+    if recorder.builder.idle:
         return original(module, *unwrap(args), **unwrap(kwargs))
     if "parameter_and_buffer_dicts" in kwargs:
         args = (kwargs.pop("parameter_and_buffer_dicts"), *args)
-    path = recorder.module_names.get(id(module))
+    path = recorder.builder.module_names.get(id(module))
     return recorder.run_whole(
         functional_call,
         "call_function",
@@ -151,8 +140,8 @@ def _functional_call(recorder: Recorder, original: Any, module: nn.Module, *args
 def _one_op(
     recorder: Recorder, name: str, run: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Record ``run(function, *args, **kwargs)``."""
-    if not recorder.recording or recorder.frames:
+    """Record ``run(function, *args, **kwargs)`` as one op."""
+    if recorder.builder.idle:
         return run(function, *unwrap(args), **unwrap(kwargs))
     found = _around(function, recorder)
 
@@ -167,7 +156,7 @@ def _one_op(
 
 
 def _around(function: Any, recorder: Recorder) -> list[Any]:
-    """Recorded tensors and tracked numbers that a function finds in variables around it and in its defaults."""
+    """Return the recorded tensors and tracked numbers in the variables around a function and in its defaults."""
     found: dict[int, Any] = {}
 
     def look(value: Any, depth: int) -> None:
@@ -201,7 +190,7 @@ def _content(cell: Any) -> Any:
 
 
 def _rebuilt(value: Any, new: dict[int, Any], depth: int = _NESTED) -> Any:
-    """`value` with other tensors and numbers in the variables around it; itself if there are none."""
+    """Return `value` with other tensors and numbers in the variables around it; `value` itself if it has none."""
     if id(value) in new:
         return new[id(value)]
     if not depth:
