@@ -8,7 +8,7 @@ run at another size has other constants) and ``single`` (the proof fails for one
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -65,10 +65,7 @@ def _settle(failure: Failure, settings: Settings) -> bool:
     if settings.settled:
         return False
     settings.settled = True
-    with ExitStack() as stack:
-        stack.enter_context(state.preserved(failure.call.root))
-        if failure.mode is not None:
-            stack.enter_context(failure.mode)
+    with state.preserved(failure.call.root), failure.mode or nullcontext():
         failure.call.run([copy_leaf(leaf) for leaf in failure.leaves])
         after = Setup(failure.call.root.named_modules())
     after.put()

@@ -222,7 +222,7 @@ def _with_dynamic(spec: Input, index: int, proved: Sequence[variants.Dimension])
         return spec
     free = {place for dim in proved for place in dim.places}
     dynamic = tuple((index, dim) in free for dim in range(len(spec.shape)))
-    return Input(spec.name, spec.path, spec.kind, spec.shape, spec.dtype, spec.value, dynamic)
+    return dataclasses.replace(spec, dynamic=dynamic)
 
 
 def _recording(

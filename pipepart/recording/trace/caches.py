@@ -22,7 +22,7 @@ from pipepart.recording.trace.tensors import has_tracked, unwrap
 if TYPE_CHECKING:
     from pipepart.recording.trace.recorder import Recorder
 
-__all__ = ["CachedFunction", "bypass", "cached_in", "forget"]
+__all__ = ["CachedFunction", "cached_in", "forget"]
 
 _CACHED: Any = type(functools.lru_cache(lambda: None))
 _ABSENT = object()
@@ -37,15 +37,14 @@ class CachedFunction:
     function: Any
     value: Any
     """Object at the place: the function itself, or a static or class method of it."""
-    write: Callable[[Any], None]
+    holder: Any
+    """Namespace, cell, object or class with the place."""
+    name: str
 
-    def replace(self, call: Callable[..., Any]) -> None:
-        """Let the place refer to another function."""
-        self.write(call if self.value is self.function else type(self.value)(call))
-
-    def put_back(self) -> None:
-        """Let the place refer to the cached function again."""
-        self.write(self.value)
+    def replacement(self, recorder: Recorder) -> tuple[Any, str, Any]:
+        """Return the patch under which calls of the function with tracked numbers compute anew."""
+        call = _anew(recorder, self.function)
+        return self.holder, self.name, call if self.value is self.function else type(self.value)(call)
 
 
 def cached_in(frame: types.FrameType) -> list[CachedFunction]:
@@ -56,9 +55,9 @@ def cached_in(frame: types.FrameType) -> list[CachedFunction]:
     names = set(code.co_names)
     for name in names:
         if name in frame.f_globals:
-            found += _cached(frame.f_globals[name], functools.partial(frame.f_globals.__setitem__, name))
+            found += _cached(frame.f_globals[name], frame.f_globals, name)
     for cell in _cells(frame):
-        found += _cached(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+        found += _cached(cell.cell_contents, cell, "cell_contents")
     level = [frame.f_globals[name] for name in names if name in frame.f_globals] + list(frame.f_locals.values())
     seen: set[int] = set()
     for _ in range(_DEPTH):
@@ -70,7 +69,7 @@ def cached_in(frame: types.FrameType) -> list[CachedFunction]:
             for name in names:
                 holder, value = _attribute(owner, name)
                 if value is not _ABSENT:
-                    found += _cached(value, functools.partial(setattr, holder, name))
+                    found += _cached(value, holder, name)
                     following.append(value)
         level = following
     return found
@@ -108,9 +107,9 @@ def _names(holder: Any) -> Any:
         return {}
 
 
-def _cached(value: Any, write: Callable[[Any], None]) -> list[CachedFunction]:
+def _cached(value: Any, holder: Any, name: str) -> list[CachedFunction]:
     function = value.__func__ if type(value) in (staticmethod, classmethod) else value
-    return [CachedFunction(function, value, write)] if type(function) is _CACHED else []
+    return [CachedFunction(function, value, holder, name)] if type(function) is _CACHED else []
 
 
 def forget(functions: Sequence[CachedFunction]) -> None:
@@ -125,9 +124,7 @@ def _holds_tracked(key: Any) -> bool:
     return isinstance(key, Tracked) or (isinstance(key, (tuple, list)) and any(_holds_tracked(item) for item in key))
 
 
-def bypass(recorder: Recorder, function: Any) -> Callable[..., Any]:
-    """Return a cached function that computes anew when it is called with tracked numbers."""
-
+def _anew(recorder: Recorder, function: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if recorder.builder.idle or not has_tracked((args, kwargs)):
             return function(*unwrap(args), **unwrap(kwargs))

@@ -57,30 +57,22 @@ class GraphBuilder:
         self.graph = fx.Graph()
         self.recording = True
         self.facts: dict[fx.Node, Fact] = {}
-        self.values: dict[int, fx.Node] = {}
-        """Nodes of tensors and other results, by the identity of the value."""
-        self.kept: list[Any] = []
-        """Values whose identities are keys: they must not be freed during the run."""
+        self.values: dict[int, fx.Node] = {}  # nodes of tensors and other results, by identity
+        self.kept: list[Any] = []  # values whose identities are keys: they must not be freed during the run
         self.module_names: dict[int, str] = names.modules
         self.tensor_names: dict[int, str] = names.tensors
-        self.stack: list[tuple[str, nn.Module]] = [("", root)]
-        """Modules that are running, the innermost last."""
-        self.frames: list[Frame] = []
-        """Calls that are being run whole, the innermost last."""
+        self.stack: list[tuple[str, nn.Module]] = [("", root)]  # modules that are running, the innermost last
+        self.frames: list[Frame] = []  # calls that are being run whole, the innermost last
         self.attributes: dict[str, fx.Node] = {}
         self.constants: dict[str, Any] = {}
         self.constant_names: dict[int, str] = {}
         self.outer_autocast, self.outer_switches = autocast_state(), switches()
         self.checkpoints: list[Checkpoint] = []
         self.open_checkpoints: list[int] = []
-        self.mutations: dict[Any, fx.Node] = {}
-        """The last op that changed each storage in place."""
-        self.current: dict[int, fx.Node | None] = {}
-        """The last mutation of its storage that the node of each tensor includes."""
-        self.known: dict[int, fx.Node] = {}
-        """Nodes of the tensors that the call which is being recorded takes."""
-        self.trace: Any = None
-        """Sees every value, if the run is compared op by op."""
+        self.mutations: dict[Any, fx.Node] = {}  # the last op that changed each storage in place
+        self.current: dict[int, fx.Node | None] = {}  # the last mutation that the node of each tensor includes
+        self.known: dict[int, fx.Node] = {}  # nodes of the arguments of the call that is being recorded
+        self.trace: Any = None  # sees every value, if the run is compared op by op
 
     @property
     def idle(self) -> bool:
@@ -249,7 +241,8 @@ class GraphBuilder:
         if isinstance(value, torch.Tensor):
             return self.known.get(id(value)) or self.node_of(value)
         if isinstance(value, symbols.Tracked):
-            return value.node() if value.owner.graph is self.graph and self.recording else symbols.plain(value)
+            own = self.recording and value.owner is not None and value.owner.graph is self.graph
+            return value.node() if own else symbols.plain(value)
         if isinstance(value, PackedSequence):
             parts = tuple(self.argument(part) for part in value)
             node = self.make("call_function", PackedSequence, parts, {})

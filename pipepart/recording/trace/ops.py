@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx as fx
@@ -117,17 +116,13 @@ def training_position(function: Callable[..., Any]) -> int | None:
     return names.index("training") if "training" in names else None
 
 
+@cache
 def reads_training_flag(kind: type[nn.Module]) -> bool:
     """Return whether the forward of a module class reads ``self.training``."""
-    if kind not in _reads_training:
-        try:
-            _reads_training[kind] = ".training" in inspect.getsource(kind.forward)
-        except (OSError, TypeError):
-            _reads_training[kind] = False
-    return _reads_training[kind]
-
-
-_reads_training: dict[Any, bool] = {}
+    try:
+        return ".training" in inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return False
 
 
 def tensor_method(function: Any, name: str) -> bool:
@@ -180,15 +175,6 @@ _OPEN = (
 def is_metric(module: nn.Module) -> bool:
     """Return whether a module is a metric of torchmetrics, which is not imported for this."""
     kind = type(module)
-    if kind not in _metrics:
-        _metrics[kind] = _is_metric_class(kind)
-    return _metrics[kind]
-
-
-_metrics: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # some classes are made for one recording
-
-
-def _is_metric_class(kind: type) -> bool:
     return all(hasattr(kind, name) for name in ("update", "compute", "reset")) and any(
         base.__module__.startswith("torchmetrics") for base in kind.__mro__
     )

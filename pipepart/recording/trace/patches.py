@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import operator
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ import torch.nn as nn
 
 from pipepart.recording.inputs.containers import library_of
 from pipepart.recording.trace import functions, intrinsics, ops, transforms
-from pipepart.recording.trace.caches import CachedFunction, bypass
+from pipepart.recording.trace.caches import CachedFunction
 from pipepart.recording.trace.contexts import Checkpoint, outside_rng, settings_of, user_line
 from pipepart.recording.trace.failures import DrawsOutside, NotRecordable
 from pipepart.recording.trace.recorder import Recorder
@@ -30,7 +31,7 @@ _autograd: Any = importlib.import_module("torch.autograd.function")
 _saving: Any = torch.autograd.graph
 
 Patch = tuple[Any, str, Any]
-"""An object or a namespace, the name of an attribute or variable in it, and the new value."""
+"""An object, a cell or a namespace, the name of an attribute or variable in it, and the new value."""
 
 
 @contextmanager
@@ -49,14 +50,12 @@ def recording_patches(
     table = [*_torch_patches(recorder), *_metric_patches(recorder, modules)]
     table += functions.replacements(recorder, whole)
     table += transforms.replacements(recorder)
+    table += [place.replacement(recorder) for place in cached]
     table += [(torch.compiler, name, lambda: True) for name in ("is_compiling", "is_exporting") if compiling]
     with ExitStack() as stack:
         stack.callback(setattr, recorder.builder, "recording", False)
-        for place in cached:
-            place.replace(bypass(recorder, place.function))
-            stack.callback(place.put_back)
         for holder, name, value in table:
-            stack.callback(_put, holder, name, _variables(holder).get(name, _ABSENT))
+            stack.callback(_put, holder, name, _own(holder, name))
             _put(holder, name, value)
         yield
 
@@ -82,8 +81,11 @@ def _torch_patches(recorder: Recorder) -> list[Patch]:
 _ABSENT = object()
 
 
-def _variables(holder: Any) -> Any:
-    return holder if isinstance(holder, dict) else vars(holder)
+def _own(holder: Any, name: str) -> Any:
+    """Return a variable or an attribute of the holder itself; `_ABSENT` if it has none, or inherits it."""
+    if isinstance(holder, types.CellType):
+        return holder.cell_contents
+    return (holder if isinstance(holder, dict) else vars(holder)).get(name, _ABSENT)
 
 
 def _put(holder: Any, name: str, value: Any) -> None:

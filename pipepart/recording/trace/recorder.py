@@ -68,21 +68,15 @@ class Recorder:
         self.values, self.mutations = self.builder.values, self.builder.mutations
         self.frames, self.tensor_names = self.builder.frames, self.builder.tensor_names
         self.whole, self.fake = whole, fake
-        self.failed_in: list[str] | None = None
-        """Paths of the modules that were running when the run failed, the innermost last."""
-        self.watching = False
-        """Whether each module is checked for draws of random numbers outside torch."""
-        self.drawn: Any = None
-        """State of the random numbers outside torch that calls which are kept whole account for."""
-        self.has_state = False
-        """Whether numbers of the user's Python state are inputs of the graph."""
+        self.failed_in: list[str] | None = None  # paths of the modules that were running when the run failed
+        self.watching = False  # whether each module is checked for draws of random numbers outside torch
+        self.drawn: Any = None  # the state of those random numbers after the last call that was kept whole
+        self.has_state = False  # whether numbers of the user's Python state are inputs of the graph
         self.guards_of_state = Guards()
         self.notes: list[str] = []
-        self.rng_state: torch.Tensor | None = None
-        """State of torch's random numbers after the last op."""
+        self.rng_state: torch.Tensor | None = None  # of torch, after the last op
         self.leaf_edges: dict[int, tuple[Any, int]] = {}
-        self.makers: dict[int, Any] = {}
-        """Functions that returned numpy arrays, by the identity of the array."""
+        self.makers: dict[int, Any] = {}  # the function that returned each numpy array, by identity of the array
 
     def note(self, text: str) -> None:
         """Add a note for the user, once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,20 +138,13 @@ class RunFailed(Exception):
 
 def eager(call: Call, leaves: list[Any], mode: Any) -> Any:
     """Run the model once, not recorded; buffers, gradients and random state stay as they are."""
-    with ExitStack() as stack:
-        stack.enter_context(state.preserved(call.root))
-        if mode is not None:
-            stack.enter_context(mode)
+    with state.preserved(call.root), mode or nullcontext():
         return call.run([copy_leaf(leaf) for leaf in leaves])
 
 
 def original(call: Call, leaves: list[Any], mode: Any, backward: bool) -> Outcome:
     """What the model gives of itself, not recorded: outputs and logged values, and with `backward` its gradients."""
-    with ExitStack() as stack:
-        stack.enter_context(state.preserved(call.root))
-        stack.enter_context(torch.enable_grad())
-        if mode is not None:
-            stack.enter_context(mode)
+    with state.preserved(call.root), torch.enable_grad(), mode or nullcontext():
         given = [copy_leaf(leaf) for leaf in leaves]
         result, logs = call.run(list(given))
         outputs, tree = trees.flatten(result)

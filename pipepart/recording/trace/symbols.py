@@ -43,7 +43,7 @@ class Owner(Protocol):
     def recording(self) -> bool: ...
 
     @property
-    def graph(self) -> fx.Graph | None: ...
+    def graph(self) -> fx.Graph: ...
 
     @property
     def tracked(self) -> list[Tracked]: ...
@@ -55,32 +55,11 @@ class Owner(Protocol):
     def hashed(self, frame: types.FrameType) -> None: ...
 
 
-class _Finished:
-    """Owner of numbers whose recording is over: they are plain numbers."""
-
-    recording, graph = False, None
-
-    @property
-    def tracked(self) -> list[Tracked]:
-        return []
-
-    def number_node(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
-        raise RuntimeError(f"the recording that {value} belongs to is over")
-
-    def compared(self, op: Callable[..., Any], a: Any, b: Any, result: bool, from_data: bool) -> None:
-        pass
-
-    def hashed(self, frame: types.FrameType) -> None:
-        pass
-
-
-_FINISHED = _Finished()
-
-
 class Tracked:
     """State of a tracked number: its owner, and how to make its node, at most once and when it is first used."""
 
-    owner: Owner
+    owner: Owner | None
+    """Recorder of the number; None once its recording is over."""
     make: Callable[[], fx.Node] | None
     made: fx.Node | None
     from_data: bool
@@ -119,8 +98,7 @@ class StepNumber(Tracked):
 
     def concrete(self) -> Any:
         """Return the value; from now on the graph holds for this value only."""
-        if self.owner.recording:
-            self.owner.compared(operator.eq, self, self.value, True, False)
+        _looked_at(operator.eq, self, self.value, True)
         return self.value
 
     def __int__(self) -> int:
@@ -131,12 +109,6 @@ class StepNumber(Tracked):
 
     def __float__(self) -> float:
         return float(self.concrete())
-
-    def __bool__(self) -> bool:
-        result = bool(self.value)
-        if self.owner.recording:
-            self.owner.compared(operator.ne, self, 0, result, False)
-        return result
 
     def __hash__(self) -> int:
         return hash(self.concrete())
@@ -157,13 +129,13 @@ class StepNumber(Tracked):
 
 def is_tracked(value: Any) -> bool:
     """Return whether `value` is a tracked number of a recording that is running."""
-    return isinstance(value, Tracked) and value.owner.recording
+    return isinstance(value, Tracked) and value.owner is not None and value.owner.recording
 
 
 def finish(numbers: list[Tracked]) -> None:
     """Make these numbers plain: their recording is over, and they no longer refer to it."""
     for number in numbers:
-        number.owner, number.make, number.made = _FINISHED, None, None
+        number.owner, number.make, number.made = None, None, None
     numbers.clear()
 
 
@@ -207,37 +179,34 @@ def fixed_sizes(name: str, value: Any) -> Any:
     return pytree.tree_map_only(StepNumber, fix, value)
 
 
-def _owner_of(*numbers: Any) -> tuple[Owner, bool, bool]:
-    tracked = [number for number in numbers if is_tracked(number)]
-    if not tracked:
-        return _FINISHED, False, False
-    return (
-        tracked[0].owner,
-        any(number.from_data for number in tracked),
-        any(isinstance(number, StepNumber) for number in tracked),
-    )
+def _looked_at(op: Callable[..., Any], a: Any, b: Any, result: bool) -> None:
+    """Tell the recorder that Python looks at a tracked number: by a comparison with another number."""
+    tracked = [number for number in (a, b) if is_tracked(number)]
+    if tracked:
+        tracked[0].owner.compared(op, a, b, result, any(number.from_data for number in tracked))
 
 
 def derive(target: Callable[..., Any], *operands: Any) -> Any:
     """Return a number computed from tracked ones; it makes a node of its own when it is used."""
     value = target(*(plain(operand) for operand in operands))
-    owner, from_data, step = _owner_of(*operands)
-    if not owner.recording or not isinstance(value, (int, float)) or isinstance(value, bool):
+    tracked = [operand for operand in operands if is_tracked(operand)]
+    if not tracked or not isinstance(value, (int, float)) or isinstance(value, bool):
         return value
+    owner = tracked[0].owner
 
     def make() -> fx.Node:
         args = tuple(operand.node() if is_tracked(operand) else plain(operand) for operand in operands)
         return owner.number_node(target, args, value)
 
-    if not step:
-        return track(value, owner, make, from_data)
+    if not any(isinstance(number, StepNumber) for number in tracked):
+        return track(value, owner, make, any(number.from_data for number in tracked))
     return StepNumber(value, owner, make, any(getattr(operand, "of_state", False) for operand in operands))
 
 
 def _arithmetic(op: Callable[..., Any], reflected: bool) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor) and isinstance(self, StepNumber):
-            number = track(self.value, self.owner, self.node)
+            number = track(self.value, self.owner, self.node) if is_tracked(self) else self.value
             return op(other, number) if reflected else op(number, other)
         if not isinstance(other, (int, float, StepNumber)):
             return NotImplemented
@@ -251,9 +220,7 @@ def _comparison(op: Callable[..., bool]) -> Callable[[Any, Any], Any]:
         if not isinstance(other, (int, float, StepNumber)):
             return NotImplemented
         result = op(plain(self), plain(other))
-        owner, from_data, _ = _owner_of(self, other)
-        if owner.recording:
-            owner.compared(op, self, other, result, from_data)
+        _looked_at(op, self, other, result)
         return result
 
     return method
@@ -261,14 +228,13 @@ def _comparison(op: Callable[..., bool]) -> Callable[[Any, Any], Any]:
 
 def _truth(self: Any) -> bool:
     result = bool(plain(self))
-    if self.owner.recording:
-        self.owner.compared(operator.ne, self, 0, result, self.from_data)
+    _looked_at(operator.ne, self, 0, result)
     return result
 
 
 def _hash(base: Any) -> Callable[[Any], int]:
     def method(self: Any) -> int:
-        if self.owner.recording:
+        if is_tracked(self):
             self.owner.hashed(sys._getframe(1))
         return int(base.__hash__(self))
 
@@ -289,6 +255,7 @@ def _install() -> None:
             setattr(kind, f"__r{name}__", _arithmetic(op, True))
         for name in ("lt", "le", "gt", "ge", "eq", "ne"):
             setattr(kind, f"__{name}__", _comparison(getattr(operator, name)))
+        kind.__bool__ = _truth
         kind.__neg__ = _unary(operator.neg)
         kind.__abs__ = _unary(abs)
         kind.__ceil__ = _unary(math.ceil)
@@ -296,7 +263,6 @@ def _install() -> None:
         kind.__divmod__ = lambda a, b: (a // b, a % b)
         kind.__rdivmod__ = lambda a, b: (b // a, b % a)
     for kind, base in ((TrackedInt, int), (TrackedFloat, float)):
-        kind.__bool__ = _truth
         kind.__hash__ = _hash(base)
 
 

@@ -147,7 +147,7 @@ def _one_op(
 
     def whole(around: tuple[Any, ...], *values: Any, uses: Any = (), **more: Any) -> Any:
         new = {id(old): value for old, value in zip(found, around)}
-        return run(_rebuilt(function, new) if new else function, *values, **more)
+        return run(_mapped(function, lambda value: new.get(id(value))) if new else function, *values, **more)
 
     short = f"{name.partition('_')[0]}_{getattr(function, '__name__', type(function).__name__)}"
     whole.__name__ = whole.__qualname__ = "".join(c for c in short if c.isalnum() or c == "_")
@@ -159,27 +159,12 @@ def _around(function: Any, recorder: Recorder) -> list[Any]:
     """Return the recorded tensors and tracked numbers in the variables around a function and in its defaults."""
     found: dict[int, Any] = {}
 
-    def look(value: Any, depth: int) -> None:
-        if is_tracked(value) or (isinstance(value, torch.Tensor) and id(value) in recorder.values):
-            if id(value) not in recorder.tensor_names:
-                found[id(value)] = value
-        elif depth:
-            for part in _parts(value):
-                look(part, depth - 1)
+    def collect(value: Any) -> Any:
+        recorded = is_tracked(value) or (isinstance(value, torch.Tensor) and id(value) in recorder.values)
+        return found.setdefault(id(value), value) if recorded and id(value) not in recorder.tensor_names else None
 
-    look(function, _NESTED)
+    _mapped(function, collect)
     return list(found.values())
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, types.FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if type(value) in (list, tuple):
-        return list(value)
-    return list(value.values()) if type(value) is dict else []
 
 
 def _content(cell: Any) -> Any:
@@ -189,29 +174,27 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _rebuilt(value: Any, new: dict[int, Any], depth: int = _NESTED) -> Any:
-    """Return `value` with other tensors and numbers in the variables around it; `value` itself if it has none."""
-    if id(value) in new:
-        return new[id(value)]
-    if not depth:
-        return value
+def _mapped(value: Any, change: Callable[[Any], Any], depth: int = _NESTED) -> Any:
+    """Return a function, or a container, with changed values in the variables around it and in its defaults.
+
+    `change` returns the new value of a variable, or None to leave it as it is, or to look into it.
+    """
+    new = change(value)
+    if new is not None or not depth:
+        return value if new is None else new
+    inner = functools.partial(_mapped, change=change, depth=depth - 1)
     if isinstance(value, types.FunctionType):
-        contents = [_rebuilt(_content(cell), new, depth - 1) for cell in value.__closure__ or ()]
-        defaults = tuple(_rebuilt(item, new, depth - 1) for item in value.__defaults__ or ()) or None
-        cells = tuple(
-            cell if content is _content(cell) else types.CellType(content)
-            for cell, content in zip(value.__closure__ or (), contents)
-        )
-        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells or None)
-        named = {key: _rebuilt(item, new, depth - 1) for key, item in (value.__kwdefaults__ or {}).items()}
-        made.__kwdefaults__ = named or None
+        cells = []
+        for cell in value.__closure__ or ():
+            content = inner(_content(cell))
+            cells.append(cell if content is _content(cell) else types.CellType(content))
+        defaults = tuple(map(inner, value.__defaults__ or ())) or None
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, tuple(cells) or None)
+        made.__kwdefaults__ = {key: inner(item) for key, item in (value.__kwdefaults__ or {}).items()} or None
         return made
     if isinstance(value, functools.partial):
-        args = [_rebuilt(item, new, depth - 1) for item in value.args]
-        named = {key: _rebuilt(item, new, depth - 1) for key, item in value.keywords.items()}
-        return functools.partial(_rebuilt(value.func, new, depth - 1), *args, **named)
+        function, args = inner(value.func), map(inner, value.args)
+        return functools.partial(function, *args, **{key: inner(item) for key, item in value.keywords.items()})
     if type(value) in (list, tuple):
-        return type(value)(_rebuilt(item, new, depth - 1) for item in value)
-    if type(value) is dict:
-        return {key: _rebuilt(item, new, depth - 1) for key, item in value.items()}
-    return value
+        return type(value)(map(inner, value))
+    return {key: inner(item) for key, item in value.items()} if type(value) is dict else value
