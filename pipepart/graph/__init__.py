@@ -1,6 +1,7 @@
 """Graph: a recording as plain data, for cost, partition and schedule.
 
-Knows the ops of a recording and the tensors between them, by name and size. Knows nothing of costs, stages or processes.
+The package knows the ops of a recording and the tensors between them, by name and size. It must not know costs, stages
+or processes.
 """
 
 from pipepart.graph.captured import Captured, capture

@@ -1,4 +1,4 @@
-"""Fallbacks: what is tried, in order, when a call cannot be recorded as it is.
+"""Fallbacks that are tried, in order, when a call cannot be recorded as it is.
 
 A fallback changes one of the `Settings`, and the call is recorded again. Those in `FALLBACKS` answer a failed run.
 Others answer a run that has succeeded, and may be wrong: `found_caches`, `suspect` and the settings ``warm`` (a second

@@ -87,7 +87,7 @@ def call_of(
 
 
 def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Place] = ()) -> Recording:
-    """Record a call; modules that resist are kept whole, one by one, before giving up.
+    """Record a call, with the fallbacks of `fallbacks` until a run succeeds or none is left.
 
     `numbers` are places of the Python state whose numbers are inputs of the graph, after the leaves of the call.
     """
@@ -255,7 +255,7 @@ def _recording(
         loss_index=base.loss_index,
         logs=tuple(logs),
         training=call.root.training,
-        constants=dict(recorder.builder.constants),
+        constants=dict(recorder.constants),
         input_tree=call.tree,
         output_tree=base.output_tree,
         step=call.step,

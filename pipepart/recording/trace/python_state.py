@@ -64,7 +64,7 @@ def refuse_hooks(recorder: Recorder, hooks: Hooks) -> None:
         recorder.failed_in = [path]
         raise Unsettled(
             f"the call adds or removes hooks of module {path!r} ({name}); a recorded call does not. Register hooks "
-            "before the model is recorded, and remove in the call what the call has added"
+            "before the model is recorded, and remove hooks in the call that has added them"
         )
 
 

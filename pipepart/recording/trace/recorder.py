@@ -64,7 +64,7 @@ class Recorder:
     def __init__(self, root: nn.Module, names: Any, whole: frozenset[str], guards: bool, fake: bool = False):
         self.builder = GraphBuilder(root, names)
         self.numbers = NumberRecorder(self.builder, guards)
-        self.graph, self.facts = self.builder.graph, self.builder.facts
+        self.graph, self.facts, self.constants = self.builder.graph, self.builder.facts, self.builder.constants
         self.values, self.mutations = self.builder.values, self.builder.mutations
         self.frames, self.tensor_names = self.builder.frames, self.builder.tensor_names
         self.whole, self.fake = whole, fake
@@ -328,7 +328,7 @@ class Recorder:
         if id(array) not in self.values and getattr(array, "size", 1) > 0:
             error = FromNumpy(
                 f"a numpy array of shape {getattr(array, 'shape', ())} becomes a tensor while the model runs; "
-                f"what numpy computed is not in the graph ({self.builder.here()})"
+                f"the computation of numpy is not in the graph ({self.builder.here()})"
             )
             error.function = self.makers.get(id(array)) or enclosing_function()
             raise error
