@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-__all__ = ["OpData", "OpMeta", "has_op", "op_of", "set_op", "where_is"]
+__all__ = ["OpData", "OpMeta", "dtype_of", "has_op", "op_of", "set_op", "shape_of", "where_is"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,20 @@ def op_of(node: fx.Node) -> OpMeta:
     """Return the description of a node of a recording, or of a copy of such a node."""
     op: OpMeta = node.meta[_KEY]
     return op
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of a node whose value is a tensor."""
+    shape = op_of(node).shape
+    assert shape is not None, node
+    return shape
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """Return the dtype of a node whose value is a tensor."""
+    dtype = op_of(node).dtype
+    assert dtype is not None, node
+    return dtype
 
 
 def has_op(node: fx.Node) -> bool:

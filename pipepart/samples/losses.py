@@ -12,7 +12,7 @@ from torch import nn
 
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
-from pipepart.recording.op import OpMeta, op_of, set_op
+from pipepart.recording.op import OpMeta, op_of, set_op, shape_of
 from pipepart.samples.calls import name_of, parameters_of
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.forms import Form, Ratio, Share, Sum
@@ -116,7 +116,7 @@ def loss_form(node: fx.Node, recording: Recording, follow: Following, quantities
     per_row = scores if call.name in _BY_ELEMENT and reduction == "mean" else None
     if per_row is not None and not follow.ragged(per_row):
         raise Unknown(node, "its input is no selection, and its target is one")
-    if call.name in _BY_TARGET and len(op_of(scores).shape) != 2:
+    if call.name in _BY_TARGET and len(shape_of(scores)) != 2:
         raise Unknown(node, "targets of several dimensions on a selection")
     return Ratio(node, rows, call.summed, per_row)
 
@@ -171,7 +171,7 @@ def _check_aligned(call: _Call, over: list[fx.Node], follow: Following) -> None:
         if len(dims) > 1:
             raise Unknown(call.node, "samples meet samples in its operands")
         if dims:
-            rank = len(op_of(operand).shape)
+            rank = len(shape_of(operand))
             places.add(dims[0] - rank if call.name in _BY_ELEMENT else dims[0])
             if call.name in _BY_TARGET and operand is call.get("input") and dims[0] == min(1, rank - 1):
                 raise Unknown(call.node, "its classes are samples")

@@ -16,7 +16,7 @@ import torch.fx as fx
 from pipepart.recording import Recording
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.execution.ops_run import used_tensors
-from pipepart.recording.op import op_of, set_op
+from pipepart.recording.op import op_of, set_op, shape_of
 from pipepart.recording.trace.intrinsics import check
 from pipepart.samples.calls import dims_of, name_of
 from pipepart.samples.follow import Following, Unknown
@@ -183,7 +183,7 @@ class Evaluation:
                 dims = self._follow.dims(source)
             except Unknown:
                 return None
-            shape = op_of(source).shape
+            shape = shape_of(source)
             over = tuple(range(len(shape))) if name == "numel" else dims_of(node, len(shape))
             if len(dims) != 1 or over is None or dims[0] not in over:
                 return None

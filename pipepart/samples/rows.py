@@ -10,7 +10,7 @@ from torch import nn
 
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
-from pipepart.recording.op import op_of
+from pipepart.recording.op import op_of, shape_of
 from pipepart.samples.calls import argument, name_of
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.quantities import Quantities, Quantity
@@ -82,6 +82,6 @@ def _selected(node: fx.Node, name: str, source: Any, index: Any, follow: Followi
         if not follow.ragged(index) and 0 not in follow.dims(index):
             raise Unknown(node, "the mask does not go over the samples")
         return quantities.count(node, true_elements, (index,))
-    if mask.dtype in (torch.int64, torch.int32) and len(mask.shape) == 1:
+    if mask.dtype in (torch.int64, torch.int32) and len(shape_of(index)) == 1:
         return quantities.count(node, size_of_first, (index,))
     raise Unknown(node, "what it selects is not known from the batch")

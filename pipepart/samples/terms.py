@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from pipepart.recording import Recording
-from pipepart.recording.op import op_of
+from pipepart.recording.op import dtype_of, op_of, shape_of
 from pipepart.recording.trace import intrinsics
 from pipepart.samples.calls import argument, dims_of, name_of, operands
 from pipepart.samples.follow import Following, Unknown
@@ -61,7 +61,7 @@ class Terms:
         if loss is not None:
             return _safe(loss)
         meta = op_of(node)
-        if self._follow.pure(node) and meta.shape == () and meta.dtype.is_floating_point:
+        if self._follow.pure(node) and meta.shape == () and dtype_of(node).is_floating_point:
             return Whole(node, self._quantities.of(node))
         return self._linear(node, name)
 
@@ -71,7 +71,7 @@ class Terms:
         source = argument(node, 0, "input")
         assert isinstance(source, fx.Node)
         if not self._follow.ragged(source):
-            shape = op_of(source).shape
+            shape = shape_of(source)
             following = self._follow.dims(source)
             dims = dims_of(node, len(shape))
             if not following and name in ("sum", "mean"):
@@ -79,7 +79,7 @@ class Terms:
             if len(following) != 1 or dims is None or following[0] not in dims:
                 raise Unknown(node, "it does not go over the samples once")
             return Share(node) if name == "mean" else Sum(node)
-        dims = dims_of(node, len(op_of(source).shape))
+        dims = dims_of(node, len(shape_of(source)))
         if dims is None or 0 not in dims:
             raise Unknown(node, "it does not go over the selected rows")
         if name != "mean":
@@ -91,7 +91,7 @@ class Terms:
             kwargs = {key: value for key, value in node.kwargs.items() if key not in ("dim", "keepdim", "axis")}
             return graph.call_method("sum", (source, list(dims), bool(argument(node, 2, "keepdim", False))), kwargs)
 
-        if others and dims != tuple(range(len(op_of(source).shape))):
+        if others and dims != tuple(range(len(shape_of(source)))):
             raise Unknown(node, "it is a mean over some dimensions of a selection only")
         return _safe(Ratio(node, rows, numerator, source if others else None))
 
@@ -117,7 +117,7 @@ class Terms:
         if name == "neg":
             return self._op(node, node.args[0])
         if name in _SAME_VALUE:
-            if not op_of(node).dtype.is_floating_point:
+            if not dtype_of(node).is_floating_point:
                 raise Unknown(node, "it becomes a whole number")
             return self._op(node, node.args[0])
         if name in _LISTS:

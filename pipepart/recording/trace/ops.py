@@ -184,7 +184,8 @@ def is_leaf(module: nn.Module) -> bool:
     """Return whether a call of this module is one op, if nothing else is known of it."""
     if is_metric(module) or is_torch_leaf(module) or type(module).__module__.startswith("einops.layers."):
         return True
-    return not isinstance(module, _OPEN) and not module._modules and reads_training_flag(type(module))
+    kind: Any = type(module)
+    return not isinstance(module, _OPEN) and not module._modules and reads_training_flag(kind)
 
 
 def is_torch_leaf(module: nn.Module) -> bool:

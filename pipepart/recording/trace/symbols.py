@@ -206,7 +206,7 @@ def derive(target: Callable[..., Any], *operands: Any) -> Any:
 def _arithmetic(op: Callable[..., Any], reflected: bool) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor) and isinstance(self, StepNumber):
-            number = track(self.value, self.owner, self.node) if is_tracked(self) else self.value
+            number = self.value if self.owner is None else track(self.value, self.owner, self.node)
             return op(other, number) if reflected else op(number, other)
         if not isinstance(other, (int, float, StepNumber)):
             return NotImplemented
