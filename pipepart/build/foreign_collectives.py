@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from pipepart.errors import CaptureError
-from pipepart.recording.trace.patches import is_metric
+from pipepart.recording.trace.ops import is_metric
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.mesh import Groups
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 from pipepart.cost.op_costs import SPLIT_LAYERS, OpCosts
 from pipepart.cost.timing import Context, now, own_copy, split_layer, state_kept, time_step, typical
 from pipepart.recording import Recording
+from pipepart.recording.op import has_op, op_of
 
 __all__ = ["profile"]
 
@@ -61,7 +62,7 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
     b_scale = _scale(backward, (m.backward for m in found))
     by_python = split_layer()
     numbers = {name: index for index, name in enumerate(names)}
-    sizes = [node.meta["op"].nbytes if "op" in node.meta else 0 for node in recording.ops]
+    sizes = [op_of(node).output_bytes for node in recording.ops]
     return OpCosts(
         names=tuple(names),
         forward=tuple(m.forward * f_scale for m in found),
@@ -190,7 +191,7 @@ class _OpProfiler(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         signature = self._signature(n, args, kwargs)
         measured = self.found[n.name] = _Measured(self._kinds.setdefault(signature, _Kind()))
-        inplace = "op" in n.meta and n.meta["op"].inplace
+        inplace = has_op(n) and op_of(n).inplace
         call = lambda a, k: getattr(self, n.op)(n.target, a, k)  # noqa: E731
         weights = self._weights(n)
         measured.parameter_bytes = sum(p.numel() * p.element_size() for p in weights)

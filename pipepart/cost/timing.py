@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from pipepart.recording import Recording
 from pipepart.recording.model_state.state import preserved
+from pipepart.recording.op import has_op, op_of
 
 __all__ = ["Context", "now", "own_copy", "split_layer", "state_kept", "time_step", "typical", "whole_step"]
 
@@ -47,7 +48,7 @@ def time_step(
     forward: list[float] = []
     backward: list[float] = []
     parameters = [p for p in module.parameters() if p.requires_grad]
-    copies = any("op" in node.meta and node.meta["op"].inplace for node in module.graph.nodes)
+    copies = any(has_op(node) and op_of(node).inplace for node in module.graph.nodes)
     least, most = steps
     for repeat in range(most):
         if repeat >= least and sum(forward) + sum(backward) > budget:

@@ -1,4 +1,4 @@
-"""The public result of capture: the train graph, the eval graph, and the graph that planning reads."""
+"""Public result of `capture`: the recordings in train and eval mode, and the graph that planning reads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch.nn as nn
 
 from pipepart.errors import CaptureError
-from pipepart.graph.from_recording import op_graph
-from pipepart.graph.opgraph import OpGraph
+from pipepart.graph.opgraph import OpGraph, op_graph
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.record import record
@@ -23,7 +22,7 @@ __all__ = ["Captured", "capture"]
 
 
 class CapturedModule(nn.Module):
-    """Called like the original: the train graph in train mode, the eval graph in eval mode, over the same parameters."""
+    """Module over the parameters of the original that runs the graph of the current mode, train or eval."""
 
     _train: Any
     _eval: Any
@@ -60,7 +59,7 @@ class CapturedModule(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A captured model: `train` and `eval` share the user's parameters; `graph` describes the train recording."""
+    """Captured model. `train` and `eval` share the user's parameters; `graph` describes the train recording."""
 
     train: Recording
     eval: Recording | None
@@ -68,12 +67,12 @@ class Captured:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The captured model, called like the original; follows ``train()`` and ``eval()``."""
+        """Module that is called like the original and follows ``train()`` and ``eval()``."""
         return CapturedModule(self)
 
     @property
     def hash(self) -> str:
-        """Stable over processes and machines."""
+        """Hash of the train recording, the same in all processes and on all machines."""
         return self.graph.hash
 
     def __str__(self) -> str:
@@ -103,8 +102,8 @@ def capture(
 ) -> Captured:
     """Capture a module, or a bound method of one (``model.training_step``), on an example, in train and in eval mode.
 
-    Of a step of a LightningModule, `args` is ``(batch,)`` or ``(batch, batch_idx)``; a training step is captured in
-    train mode, the other steps in eval mode, as Lightning runs them.
+    For a step of a LightningModule, `args` is ``(batch,)`` or ``(batch, batch_idx)``. A training step is captured in
+    train mode and other steps in eval mode, as Lightning runs them.
     """
     owner = getattr(module_or_step, "__self__", None)
     name = getattr(module_or_step, "__name__", "")
@@ -130,7 +129,7 @@ def capture(
 
 
 def _in_pieces(batch: Any, others: list[Any] | None) -> Batching | None:
-    """How a batch that is cut as a container is recorded; None: its leaves tell by their sizes."""
+    """Return the batching of a batch that is split as a container; None if sizes of its leaves tell the samples."""
     leaves = len(trees.leaves_of(batch))
     return Batching((None,) * leaves, 0) if others else None
 

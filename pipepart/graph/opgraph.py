@@ -1,38 +1,34 @@
-"""The graph of a recorded model as plain data: what planning works on, without modules and without tensors."""
+"""Graph of a recorded model as plain data, for planning: ops, edges and groups, without modules and tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
 import networkx as nx
-import torch
+import torch.fx as fx
 
-__all__ = ["Op", "OpGraph"]
+from pipepart.recording.execution.colocate import colocated
+from pipepart.recording.execution.ops_run import tensor_names, used_tensors
+from pipepart.recording.fingerprint import target_name
+from pipepart.recording.op import OpData, op_of
+from pipepart.recording.recording import Recording
+
+__all__ = ["Op", "OpGraph", "op_graph"]
 
 
-@dataclass(frozen=True)
-class Op:
-    """One op: where it comes from in the model, what it makes and what it holds."""
+@dataclass(frozen=True, kw_only=True)
+class Op(OpData):
+    """One op of an `OpGraph`: the plain data of its recorded node, its name and its parameters."""
 
     name: str
     kind: str
     """``input``, ``module``, ``function``, ``method``, ``number`` or ``output``."""
     target: str
-    module: str
-    module_class: str
-    source: str
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    output_bytes: int
-    requires_grad: bool
-    parameters: tuple[str, ...]
-    parameter_bytes: int
-    flops: int
-    random: bool
-    dynamic_shape: bool
-    replicable: bool
+    """Name of the module, function or method that is called."""
+    parameters: tuple[str, ...] = ()
+    parameter_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,11 +48,11 @@ class OpGraph:
         return {op.name: i for i, op in enumerate(self.ops)}
 
     def index(self, name: str) -> int:
-        """The position of the op with this name."""
+        """Return the position of the op with this name."""
         return self._positions[name]
 
     def nx(self) -> nx.DiGraph:
-        """The graph for networkx: nodes are positions, with all fields of the op as attributes."""
+        """Return the graph for networkx. Its nodes are positions of ops, with all fields of the op as attributes."""
         graph = nx.DiGraph()
         for i, op in enumerate(self.ops):
             graph.add_node(i, **asdict(op))
@@ -64,14 +60,14 @@ class OpGraph:
         return graph
 
     def chunks_at(self, cuts: Sequence[int]) -> dict[str, int]:
-        """The chunk of each op when program order is cut before the ops at these positions.
+        """Return the chunk of each op for cuts before the ops at these positions of the program order.
 
-        Ops that must stay together move to the last chunk that any of them is in, and what follows them moves along.
+        Ops that must stay together move to the last chunk that holds any of them, and later ops move with them.
         """
         return self.repaired([sum(position >= cut for cut in cuts) for position in range(len(self.ops))])
 
     def repaired(self, chunks: Sequence[int]) -> dict[str, int]:
-        """The nearest valid assignment to `chunks` (one per op) that only moves ops to later chunks."""
+        """Return the valid assignment nearest to `chunks` (one per op) that only moves ops to later chunks."""
         chunk = list(chunks)
         changed = True
         while changed:
@@ -86,3 +82,35 @@ class OpGraph:
                 if chunk[source] > chunk[target] and not op.replicable and op.kind != "input":
                     chunk[target], changed = chunk[source], True
         return {op.name: place for op, place in zip(self.ops, chunk)}
+
+
+_KINDS = {"placeholder": "input", "call_module": "module", "call_function": "function", "call_method": "method"}
+
+
+def op_graph(recording: Recording) -> OpGraph:
+    """Return the ops of a recording in program order; reads of parameters and buffers belong to their users."""
+    nodes = recording.ops
+    position = {node: i for i, node in enumerate(nodes)}
+    sizes = {name: p.numel() * p.element_size() for name, p in recording.root.named_parameters()}
+    names = tensor_names(recording.root)
+    ops = tuple(_op(recording, node, sizes, names) for node in nodes)
+    edges = tuple(
+        (position[source], i) for i, node in enumerate(nodes) for source in node.all_input_nodes if source in position
+    )
+    groups = tuple(tuple(position[node] for node in group) for group in colocated(recording))
+    return OpGraph(ops, edges, groups, recording.hash)
+
+
+def _op(recording: Recording, node: fx.Node, sizes: dict[str, int], names: dict[int, str]) -> Op:
+    meta = op_of(node)
+    is_number = meta.is_number and node.op != "placeholder"
+    used = () if node.op == "output" else used_tensors(recording, [node], names)
+    parameters = tuple(name for name in used if name in sizes)
+    return Op(
+        **{field.name: getattr(meta, field.name) for field in fields(OpData)},
+        name=node.name,
+        kind="number" if is_number else _KINDS.get(node.op, node.op),
+        target=target_name(node.target),
+        parameters=parameters,
+        parameter_bytes=sum(sizes[name] for name in parameters),
+    )

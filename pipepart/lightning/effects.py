@@ -25,6 +25,7 @@ from pipepart.recording import Recording
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.model_state.reachable import OWN_NAMES
+from pipepart.recording.op import op_of
 from pipepart.recording.trace.symbols import is_tracked, plain
 
 __all__ = ["Effect", "Effects", "outer_metrics", "watched"]
@@ -191,8 +192,9 @@ def _is_mean(effect: Effect, recording: Recording) -> bool:
     if effect.kind != "log" or effect.options.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean):
         return False
     flat: Any = next(reversed(recording.graph.nodes)).args[0]  # type: ignore[call-overload]
-    metas = [flat[index].meta.get("op") for index in effect.outputs.values()]
-    return all(m is not None and m.shape == () and m.dtype is not None and m.dtype.is_floating_point for m in metas)
+    nodes = [flat[index] for index in effect.outputs.values()]
+    ops = [op_of(node) for node in nodes if node.op != "get_attr"]
+    return len(ops) == len(nodes) and all(op.shape == () and op.dtype and op.dtype.is_floating_point for op in ops)
 
 
 @contextmanager

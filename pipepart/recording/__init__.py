@@ -1,16 +1,18 @@
-"""Recording: a model or a whole step, run on an example and written down as a graph over its own parameters.
+"""Recording: a model or a whole step is run on an example and becomes a graph over its own parameters.
 
 In the order of the data: `inputs` (containers as flat leaves), `model_state` (the Python state around a model), `trace`
-(one recorded run), `generalise` (several runs become one graph), `proof` (the graph is held against the model) and
-`execution` (the graph as a program, and its chunks). Knows modules and tensors. Knows nothing of devices, stages or
+(one recorded run), `fallbacks` and `record` (runs until one succeeds), `generalise` (several runs become one graph),
+`proof` (the graph is compared with the model) and `execution` (the graph as a program, and its chunks). `op` is the
+description of an op that all of them share. The package knows modules and tensors. It must not know devices, stages or
 processes.
 """
 
 from pipepart.recording.execution.split import BATCH, Chunk, Edge, split
+from pipepart.recording.op import OpMeta, op_of
 from pipepart.recording.proof.chunk_proof import prove_chunks
 from pipepart.recording.proof.prove import prove
 from pipepart.recording.record import record
-from pipepart.recording.recording import GuardError, Input, LogCall, OpMeta, Recording
+from pipepart.recording.recording import GuardError, Input, LogCall, Recording
 from pipepart.recording.step import record_step
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "LogCall",
     "OpMeta",
     "Recording",
+    "op_of",
     "prove",
     "prove_chunks",
     "record",

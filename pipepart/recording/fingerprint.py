@@ -1,4 +1,4 @@
-"""A recorded graph as text that is the same in every process: the base of its hash and of comparing two recordings."""
+"""Text of a recorded graph, the same in every process: the base of its hash and of the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
+from pipepart.recording.op import op_of
+from pipepart.recording.trace.intrinsics import check
+
 if TYPE_CHECKING:
     from pipepart.recording.recording import Recording
 
@@ -17,7 +20,7 @@ __all__ = ["describe", "structure", "target_name"]
 
 
 def target_name(target: Any) -> str:
-    """A name of what a node calls, without memory addresses."""
+    """Return the name of the target of a node, without memory addresses."""
     if isinstance(target, str):
         return target
     name = getattr(target, "stable_name", None)
@@ -28,7 +31,7 @@ def target_name(target: Any) -> str:
 
 
 def structure(value: Any, node_text: Callable[[fx.Node], str]) -> str:
-    """Arguments of a node as text; `node_text` names the nodes among them."""
+    """Return arguments of a node as text; `node_text` names the nodes among them."""
     if isinstance(value, fx.Node):
         return node_text(value)
     if isinstance(value, (tuple, list)):
@@ -48,19 +51,17 @@ def structure(value: Any, node_text: Callable[[fx.Node], str]) -> str:
 
 
 def describe(recording: Recording) -> str:
-    """All that decides what a recording computes, but for the values of parameters."""
-    from pipepart.recording.trace.intrinsics import check
-
+    """Return everything that decides the results of a recording, except the values of parameters, as text."""
     index = {node: i for i, node in enumerate(recording.graph.nodes)}
     lines = [f"training={recording.training} step={recording.step} loss={recording.loss_index}"]
     lines += [
         f"in {spec.kind} {spec.dtype} {spec.value if spec.kind == 'constant' else ''}" for spec in recording.inputs
     ]
     for node in recording.graph.nodes:
-        args = node.args[:2] if node.target is check else node.args  # the rest says where, for people
+        args = node.args[:2] if node.target is check else node.args  # the rest is the place, for error messages
         text = structure((args, dict(node.kwargs)), lambda other: f"%{index[other]}")
         target = "" if node.op in ("placeholder", "output") else target_name(node.target)
-        regions = node.meta.get("checkpoint")
+        regions = op_of(node).checkpoint
         lines.append(f"{node.op} {target} {text}{f' checkpoint {regions}' if regions else ''}")
     for name, value in recording.constants.items():
         kind = f"{value.dtype}{tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,4 +1,4 @@
-"""Record a module or a function: run it on the example, at several sizes, until the graph is right for all of them."""
+"""Recording of a module or a function: runs at several sizes, until one graph is right for all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from pipepart.errors import CaptureError
 from pipepart.machine import check_products, products
-from pipepart.recording.annotate import annotate
+from pipepart.recording.fallbacks import Failure, Retry, fall_back, found_caches
 from pipepart.recording.generalise import variants
 from pipepart.recording.generalise.simplify import put_back, simplify
 from pipepart.recording.generalise.study import Study
@@ -26,20 +26,8 @@ from pipepart.recording.model_state.places import Place, is_number, number_of
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.prove import prove_call
 from pipepart.recording.recording import ANY, GuardError, Input, LogCall, Recording
-from pipepart.recording.trace.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
-from pipepart.recording.trace.runs import (
-    Call,
-    Retry,
-    Run,
-    RunFailed,
-    Settings,
-    eager,
-    found_caches,
-    keep_whole,
-    remember,
-    run_once,
-    settle,
-)
+from pipepart.recording.trace.facts import annotate
+from pipepart.recording.trace.runs import Call, Run, RunFailed, Settings, eager, run_once
 
 __all__ = ["Call", "call_of", "record", "record_call"]
 
@@ -57,10 +45,10 @@ def record(
 ) -> Recording:
     """Record a module, a bound method of a module, or a function that uses the modules of `root`.
 
-    It is run on the example in the current mode (train or eval); buffers, gradients and random state stay as they are.
-    `like` is a recording of the same call in the other mode: sizes that were fixed there are taken as fixed. `numbers`
-    are places of the Python state whose numbers are inputs of the graph. `batching` says which leaves hold the samples;
-    `others` are further examples, for batches whose rows cannot be left out.
+    The target is run on the example in the current mode (train or eval); buffers, gradients and random state stay as
+    they are. `like` is a recording of the same call in the other mode: sizes that are fixed there are fixed here too.
+    `numbers` are places of the Python state whose numbers are inputs of the graph. `batching` names the leaves that
+    hold the samples; `others` are further examples, for batches whose rows cannot be left out.
     """
     return record_call(call_of(target, args, kwargs, root, batching, others), like, numbers)
 
@@ -73,7 +61,7 @@ def call_of(
     batching: Batching | None = None,
     others: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
 ) -> Call:
-    """The call of a module, a bound method of one, or a function with `root` as one of flat leaves."""
+    """Return the call of a module, a bound method of one, or a function with `root`, as a function of flat leaves."""
     if isinstance(target, nn.Module):
         root = root or target
     elif root is None:
@@ -97,7 +85,7 @@ def call_of(
 
 
 def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Place] = ()) -> Recording:
-    """Record a call; modules that resist are kept whole, one by one, before giving up.
+    """Record a call, with the fallbacks of `fallbacks` until a run succeeds or none is left.
 
     `numbers` are places of the Python state whose numbers are inputs of the graph, after the leaves of the call.
     """
@@ -119,7 +107,7 @@ def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Pla
                 around.restore(settings.whole if settings.settled else None)
                 return recording
             except Retry:
-                gc.collect(0)  # what the failed run has kept alive in its frames
+                gc.collect(0)  # objects that the frames of the failed run have kept alive
             except Exception:
                 if settings.settled:
                     before.restore_setup()
@@ -197,7 +185,7 @@ def _record(
         recording = _recording(call, base, inputs, equal, settings, study)
         notes = prove_call(recording, call, leaves, names, settings, mode, base.outcome if as_it_is else None)
         return dataclasses.replace(recording, notes=(*recording.notes, *notes)) if notes else recording
-    except GuardError as error:  # what was seen with two samples does not hold for the one that was given
+    except GuardError as error:  # results with two samples do not hold for the one that was given
         if base_leaves is leaves or settings.single:
             raise
         settings.single = str(error).splitlines()[0]
@@ -207,7 +195,7 @@ def _record(
 def _two_samples(
     call: Call, leaves: list[Any], batch: variants.Dimension, mode: Any
 ) -> tuple[list[Any], variants.Dimension | None]:
-    """An example of one sample as one of two, if the model can be run on it."""
+    """Return an example of one sample as one of two, if the model can be run on it."""
     try:
         resized = variants.resize(leaves, batch, 2)
         with torch.no_grad():
@@ -218,76 +206,13 @@ def _two_samples(
 
 
 def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any, backward: bool) -> Run:
-    """Record once; on failure change the settings and ask for a new attempt, or say why it cannot be done."""
+    """Record once; if that fails, ask for a new attempt with other settings, or raise why it cannot be done."""
     try:
         run = run_once(call, leaves, names, settings, mode, backward)
-        if run.recorder.cached and found_caches(run, settings):
-            raise Retry
-        return run
     except RunFailed as failed:
-        error = failed.error
-        remember(error, settings)
-        if isinstance(error, CaptureError) and not isinstance(error, NotRecordable):
-            raise error from None
-        text = f"{type(error).__name__}: {error}"
-        if not isinstance(error, CaptureError):
-            _blame(call, leaves, mode)
-        if isinstance(error, Unsettled) and not settings.settled:
-            settings.settled = True
-            settle(call, leaves, mode)
-            raise Retry from None
-        if isinstance(error, DrawsOutside) and not settings.watching:
-            settings.watching = True
-            raise Retry from None
-        if isinstance(error, FromNumpy) and _keep_function(error.function, settings, text):
-            raise Retry from None
-        for path in reversed(failed.modules):
-            if path and keep_whole(call.root, path, settings, text):
-                for other, why in error.also if isinstance(error, NotRecordable) else ():
-                    if not any(other.startswith(f"{kept}.") for kept in settings.whole):
-                        keep_whole(call.root, other, settings, why)
-                raise Retry from None
-            if path and path not in settings.whole:
-                break
-        if isinstance(error, DataDependent) and not settings.compiling:
-            settings.compiling = True
-            raise Retry from None
-        if isinstance(error, DataDependent) and not settings.guards:
-            settings.guards = True
-            raise Retry from None
-        where = next((path for path in reversed(failed.modules) if path), "")
-        raise CaptureError(
-            f"{call.what} cannot be recorded.\n  where: module {where!r}\n  what: {text}\n"
-            + "".join(f"  tried: {item}\n" for item in settings.history[-3:])
-            + "  do: put this part into a submodule with at most 40 % of the parameters (it is then kept whole), or "
-            "write it with tensor ops"
-        ) from error
-
-
-def _keep_function(function: Any, settings: Settings, why: str) -> bool:
-    """Keep the function whole that made a numpy array; if it is not known yet, watch for it. False: neither helps."""
-    if not settings.makers:
-        settings.makers = True
-        return True
-    if function is not None and function not in settings.functions:
-        settings.functions.append(function)
-        settings.history.append(f"kept the function {function.__qualname__} whole ({why[:160]})")
-        settings.watching = True
-        return True
-    return False
-
-
-def _blame(call: Call, leaves: list[Any], mode: Any) -> None:
-    """If the model itself fails on the example, that error is the user's; without data it may be nobody's."""
-    try:
-        eager(call, leaves, mode)
-    except Exception as error:
-        if mode is None:
-            raise
-        raise CaptureError(
-            f"{call.what} cannot be recorded on the meta device: without the contents of its tensors it fails with "
-            f"{type(error).__name__}: {str(error)[:300]}\n  do: record it with real parameters"
-        ) from error
+        fall_back(Failure(call, leaves, mode, failed.error, failed.modules), settings)
+    found_caches(run, settings)
+    return run
 
 
 def _with_dynamic(spec: Input, index: int, proved: Sequence[variants.Dimension]) -> Input:
@@ -295,7 +220,7 @@ def _with_dynamic(spec: Input, index: int, proved: Sequence[variants.Dimension])
         return spec
     free = {place for dim in proved for place in dim.places}
     dynamic = tuple((index, dim) in free for dim in range(len(spec.shape)))
-    return Input(spec.name, spec.path, spec.kind, spec.shape, spec.dtype, spec.value, dynamic)
+    return dataclasses.replace(spec, dynamic=dynamic)
 
 
 def _recording(
@@ -337,29 +262,27 @@ def _recording(
         notes=(
             *(item for item in settings.history if item.startswith("kept")),
             *recorder.notes,
-            *_checkpoint_note(len(recorder.checkpoints)),
-            *study.notes(),
-            *_single_note(settings),
+            *_notes(len(recorder.builder.checkpoints), study, settings),
         ),
         sizes=study.sizes,
         guards=recorder.guards_of_state,
-        checkpoints=tuple(recorder.checkpoints),
+        checkpoints=tuple(recorder.builder.checkpoints),
         batching=call.batching,
         moved=tuple(call.moved),
     )
-    annotate(recording, recorder)
+    annotate(graph, recorder.facts)
     return recording
 
 
-def _single_note(settings: Settings) -> list[str]:
-    if not settings.single:
-        return []
-    return [
-        f"batch size: fixed, this holds for one sample only; for more, the model does something else ({settings.single})"
-    ]
-
-
-def _checkpoint_note(regions: int) -> list[str]:
-    if not regions:
-        return []
-    return [f"activation checkpointing inside the model is kept: {regions} regions are run again in backward"]
+def _notes(regions: int, study: Study, settings: Settings) -> list[str]:
+    notes = study.notes()
+    if regions:
+        notes.insert(
+            0, f"activation checkpointing inside the model is kept: {regions} regions are run again in backward"
+        )
+    if settings.single:
+        notes.append(
+            "batch size: fixed, this holds for one sample only; for more, the model does something else "
+            f"({settings.single})"
+        )
+    return notes

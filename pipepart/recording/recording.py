@@ -17,39 +17,16 @@ from pipepart.recording.fingerprint import describe
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.model_state.places import Guards, Place, is_number, number_of
-from pipepart.recording.trace.activation_checkpoints import Checkpoint
+from pipepart.recording.op import op_of
+from pipepart.recording.trace.contexts import Checkpoint
+from pipepart.recording.trace.failures import GuardError, StateChanged
+from pipepart.recording.trace.intrinsics import failing_check
 
-__all__ = ["ANY", "GuardError", "Input", "LogCall", "OpMeta", "Recording", "StateChanged"]
+__all__ = ["ANY", "GuardError", "Input", "LogCall", "Recording", "StateChanged"]
 
 
 ANY = type("ANY", (), {"__repr__": lambda self: "ANY"})()
 """The value of a constant that the recorded ops do not depend on."""
-
-
-class GuardError(CaptureError):
-    """A value that the recording was specialised on has changed; recording again would work."""
-
-
-class StateChanged(GuardError):
-    """A number of the Python state that is an input of the graph is no such number any more."""
-
-
-@dataclass(frozen=True)
-class OpMeta:
-    """What is known of one node of a recorded graph; kept in ``node.meta["op"]``."""
-
-    module: str
-    module_class: str
-    source: str
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    nbytes: int
-    requires_grad: bool
-    is_number: bool = False
-    inplace: bool = False
-    random: bool = False
-    dynamic_shape: bool = False
-    replicable: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +84,7 @@ class Recording:
     guards: Guards = field(default_factory=Guards)
     """The plain Python values that were read while it was recorded: it holds while these are the same."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """The regions of activation checkpointing; ``node.meta["checkpoint"]`` has the regions of an op as positions here."""
+    """The regions of activation checkpointing; the regions of an op are positions here."""
     roots: tuple[int, ...] = ()
     """The outputs that gradients come in for, where the loss is made of them elsewhere."""
     batching: Batching | None = None
@@ -182,8 +159,6 @@ class Recording:
 
         Cheap: nothing but Python numbers is computed. So a caller can record again before anything runs.
         """
-        from pipepart.recording.guards import failing_check
-
         return failing_check(self.graph, leaves)
 
     @cached_property
@@ -194,10 +169,10 @@ class Recording:
     @cached_property
     def changed_inputs(self) -> frozenset[str]:
         """The names of the inputs whose memory the recorded ops change in place."""
-        changed = {storage for node in self.graph.nodes for storage in node.meta["storages"][2]}
+        changed = {storage for node in self.graph.nodes for storage in op_of(node).mutates}
         nodes = (node for node in self.graph.nodes if node.op == "placeholder")
         return frozenset(
-            spec.name for node, spec in zip(nodes, self.inputs) if not changed.isdisjoint(node.meta["storages"][1])
+            spec.name for node, spec in zip(nodes, self.inputs) if not changed.isdisjoint(op_of(node).writes)
         )
 
     @property
@@ -208,7 +183,7 @@ class Recording:
     @property
     def draws(self) -> bool:
         """Whether some op draws random numbers."""
-        return any(node.meta["op"].random for node in self.ops if "op" in node.meta)
+        return any(op_of(node).random for node in self.ops)
 
     def _what(self) -> str:
         name = type(self.root).__name__

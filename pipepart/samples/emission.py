@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from pipepart.recording import OpMeta
+from pipepart.recording.op import OpMeta, has_op, op_of, set_op
 from pipepart.samples.calls import name_of
 from pipepart.samples.forms import Form, Keep, Op, Ratio, Scaled, Share, Sum, Whole
 from pipepart.samples.quantities import BATCHES, SAMPLES, Quantity
@@ -21,8 +20,6 @@ __all__ = ["ALL", "EACH", "OWN", "WINDOW", "Emission", "per_row"]
 OWN, ALL, WINDOW, EACH = "own", "all", "window", "each"
 """Whose batch: that of this replica, of all replicas together, or all batches of all replicas that are accumulated for
 one step of the optimizer. EACH is the share of one of these batches if all count alike."""
-
-_NOTHING: frozenset[Any] = frozenset()
 
 
 def per_row(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -61,9 +58,9 @@ class Emission:
         node = form.node
         if isinstance(form, Whole):
             value = self._plain(node, operator.mul, (self._number(form.quantity, whose), self._share(OWN)))
-            if node.meta["op"].is_number:
+            if op_of(node).is_number:
                 return value
-            kind = {"dtype": node.meta["op"].dtype, "device": self._device}
+            kind = {"dtype": op_of(node).dtype, "device": self._device}
             return self._call(node, torch.full, ((), value), kind)
         if isinstance(form, Sum):
             if whose == WINDOW and not divided:
@@ -109,8 +106,8 @@ class Emission:
         return self.write(form, whose, divided)
 
     def _typed(self, value: fx.Node, like: fx.Node) -> fx.Node:
-        wanted, has = like.meta["op"].dtype, value.meta["op"].dtype
-        if wanted == has or value.meta["op"].is_number:
+        wanted, has = op_of(like).dtype, op_of(value).dtype
+        if wanted == has or op_of(value).is_number:
             return value
         return self._call(like, "to", (value, wanted), {}, method=True)
 
@@ -119,10 +116,10 @@ class Emission:
         if node not in self._numerators:
             with self._graph.inserting_before(node):
                 made = form.numerator(self._graph)
-            self._describe(made, node, [s for s in node.meta["differentiates"] if s in made.all_input_nodes])
+            self._describe(made, node, [s for s in op_of(node).differentiates if s in made.all_input_nodes])
             for source in made.all_input_nodes:
-                if not source.meta:  # a buffer of a loss module
-                    source.meta = {"storages": (_NOTHING,) * 3, "rows": (), "differentiates": _NOTHING}
+                if not has_op(source):  # a buffer of a loss module
+                    set_op(source, OpMeta())
             if form.per_row is not None:
                 made = self._call(node, per_row, (made, form.per_row), differentiates=(made,))
             self._numerators[node] = made
@@ -138,7 +135,7 @@ class Emission:
     def put(self, user: fx.Node, source: fx.Node, quantity: Quantity, whose: str) -> None:
         """Let an op compute with a number of the whole batch instead of `source`."""
         number = self._number(quantity, whose)
-        meta = source.meta["op"]
+        meta = op_of(source)
         if not meta.is_number:  # a tensor without dimensions: types of results may depend on its own
             kind = {"dtype": meta.dtype, "device": self._device}
             number = self._call(user, torch.full, ((), number), kind, like=source, differentiates=())
@@ -155,11 +152,7 @@ class Emission:
             last = [node for node in self._graph.nodes if node.op == "placeholder"][-1]
             with self._graph.inserting_after(last):
                 made = self._graph.placeholder(f"{name}_{whose}_{len(self._numbers)}")
-            made.meta = {
-                **_plain_meta(),
-                "op": OpMeta("", "", "", None, None, 0, False, is_number=True),
-                "value": 1.0,
-            }
+            set_op(made, OpMeta(is_number=True))
             self._numbers[(whose, key)] = made
             self.names[made.name] = (whose, key)
         return self._numbers[(whose, key)]
@@ -168,15 +161,7 @@ class Emission:
         """A product of plain numbers."""
         with self._graph.inserting_before(near):
             made = self._graph.call_function(op, args)
-        meta: OpMeta = near.meta["op"]
-        made.meta = {
-            **_plain_meta(),
-            "op": OpMeta(
-                meta.module, meta.module_class, meta.source, None, None, 0, False, is_number=True, replicable=True
-            ),
-            "value": 1.0,
-            "computes": False,
-        }
+        set_op(made, op_of(near).beside(is_number=True, replicable=True, computes=False))
         self.origins[made.name] = near.name
         return made
 
@@ -200,24 +185,24 @@ class Emission:
             make = self._graph.call_method if method else self._graph.call_function
             made: fx.Node = make(target, args, kwargs or {})
         through = made.all_input_nodes if differentiates is None else differentiates
-        self._describe(made, near, [source for source in through if _requires_grad(source)], like)
+        self._describe(made, near, [source for source in through if op_of(source).requires_grad], like)
         return made
 
     def _describe(self, made: fx.Node, near: fx.Node, through: Sequence[fx.Node], like: fx.Node | None = None) -> None:
-        meta: OpMeta = near.meta["op"]
-        form = like.meta["op"] if like is not None and "op" in like.meta else meta
-        op = replace(
-            meta, shape=form.shape, dtype=form.dtype, nbytes=form.nbytes, inplace=False, random=False, replicable=False,
-            is_number=False, requires_grad=bool(through) and meta.requires_grad, dynamic_shape=False,
-        )  # fmt: skip
-        made.meta = {
-            **_plain_meta(),
-            "op": op,
-            "grad_mode": near.meta["grad_mode"],
-            "autocast": near.meta["autocast"],
-            "rows": near.meta["rows"],
-            "differentiates": frozenset(through) if op.requires_grad else _NOTHING,
-        }
+        beside = op_of(near)
+        form = op_of(like) if like is not None and like.op != "get_attr" else beside
+        requires_grad = bool(through) and beside.requires_grad
+        op = beside.beside(
+            shape=form.shape,
+            dtype=form.dtype,
+            output_bytes=form.output_bytes,
+            requires_grad=requires_grad,
+            grad_mode=beside.grad_mode,
+            autocast=beside.autocast,
+            rows=beside.rows,
+            differentiates=frozenset(through if requires_grad else ()),
+        )
+        set_op(made, op)
         self.origins[made.name] = near.name
 
     def finish(self, outputs: Sequence[Any], forms: Sequence[Form]) -> None:
@@ -239,26 +224,13 @@ class Emission:
         persistent: set[Any] = set()
         for node in self._graph.nodes:
             if node.op in ("get_attr", "placeholder"):
-                persistent |= set(node.meta.get("storages", (_NOTHING, _NOTHING, _NOTHING))[1])
+                persistent |= set(op_of(node).writes)
         for node in reversed(list(self._graph.nodes)):
             if node not in candidates or node.users or node.op in ("get_attr", "placeholder"):
                 continue
-            if not persistent & set(node.meta["storages"][2]) and not node.meta["stateful"]:
+            if not persistent & set(op_of(node).mutates) and not op_of(node).stateful:
                 self._graph.erase_node(node)
                 candidates.discard(node)
-
-
-def _plain_meta() -> dict[str, Any]:
-    return {
-        "grad_mode": True, "autocast": (), "checkpoint": (), "computes": True, "rows": (), "value": None,
-        "storages": (_NOTHING, _NOTHING, _NOTHING), "differentiates": _NOTHING, "stateful": False,
-    }  # fmt: skip
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    if node.op == "get_attr":
-        return bool(node.meta.get("requires_grad"))
-    return bool(node.meta["op"].requires_grad)
 
 
 def _is_number(value: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
+from pipepart.recording.op import op_of, where_is
 from pipepart.recording.trace import intrinsics
 
 __all__ = ["Following", "Unknown"]
@@ -20,8 +21,7 @@ class Unknown(Exception):
     """The value of a node for the whole batch cannot be told from its values for micro-batches, as far as is known."""
 
     def __init__(self, node: fx.Node, why: str) -> None:
-        meta = node.meta.get("op")
-        where = f"{node.name} in module {meta.module!r} at {meta.source}" if meta is not None else node.name
+        where = node.name if node.op in ("get_attr", "output") else f"{node.name} in {where_is(node)}"
         super().__init__(f"{where}: {why}")
         self.node = node
 
@@ -38,7 +38,7 @@ class Following:
     def _batch_sizes(self) -> tuple[int, int, int] | None:
         """The recorded run with another number of samples, and the numbers of samples then and in the first run."""
         tensors = [node for node, spec in self._inputs.items() if spec.kind == "tensor" and spec.shape]
-        rows = {node: node.meta["rows"] for node in tensors}
+        rows = {node: op_of(node).rows for node in tensors}
         first = next((node for node in tensors if self._inputs[node].dynamic[:1] == (True,)), None)
         if first is None or not rows[first]:
             return None
@@ -59,17 +59,16 @@ class Following:
 
     def ragged(self, node: fx.Node) -> bool:
         """Whether the shape depends on the contents of tensors (selections by a mask)."""
-        meta = node.meta.get("op")
-        return meta is not None and bool(meta.dynamic_shape) and meta.shape != ()
+        return op_of(node).dynamic_shape and op_of(node).shape != ()
 
     def dims(self, node: fx.Node) -> tuple[int, ...]:
         """The dimensions of a tensor whose size is a multiple of the number of samples."""
         if node.op == "get_attr":
             return ()
-        meta = node.meta["op"]
+        meta = op_of(node)
         if meta.shape is None or self._sizes is None or self.ragged(node):
             raise Unknown(node, "its sizes are not known")
-        rows = node.meta["rows"]
+        rows = op_of(node).rows
         if len(rows) != len(meta.shape):
             raise Unknown(node, "its sizes were not seen in all recorded runs")
         run, size, other = self._sizes
@@ -87,7 +86,7 @@ class Following:
         if node.target not in ("size", "numel") or self._sizes is None or self.ragged_source(node):
             return False
         run, size, other = self._sizes
-        rows = node.meta["rows"]
+        rows = op_of(node).rows
         return bool(rows) and rows[0][run] != rows[0][0] and rows[0][run] * size == rows[0][0] * other
 
     def ragged_source(self, node: fx.Node) -> bool:
@@ -106,19 +105,19 @@ class Following:
                 if spec is not None and spec.kind == "tensor" and spec.shape and self._cut(node):
                     found.add(node)
             elif node.op not in ("get_attr", "output"):
-                meta = node.meta["op"]
+                meta = op_of(node)
                 if meta.random or (any(s in found for s in node.all_input_nodes) and not self._fixed_size(node)):
                     found.add(node)
         return found
 
     def _cut(self, node: fx.Node) -> bool:
-        rows = node.meta["rows"]
+        rows = op_of(node).rows
         return not rows or self._sizes is None or rows[0][self._sizes[0]] != rows[0][0]
 
     def _fixed_size(self, node: fx.Node) -> bool:
         """A size that was the same with another number of samples."""
-        rows = node.meta["rows"]
-        if node.target != "size" or not node.meta["op"].is_number or not rows or self._sizes is None:
+        rows = op_of(node).rows
+        if node.target != "size" or not op_of(node).is_number or not rows or self._sizes is None:
             return False
         return not self.ragged_source(node) and rows[0][self._sizes[0]] == rows[0][0]
 
@@ -135,10 +134,9 @@ class Following:
         touching: dict[Any, list[fx.Node]] = {}
         last: dict[Any, int] = {}
         for i, node in enumerate(self._nodes):
-            reads, writes, mutates = node.meta.get("storages", ((), (), ()))
-            for storage in {*reads, *writes}:
+            for storage in op_of(node).reads | op_of(node).writes:
                 touching.setdefault(storage, []).append(node)
-            for storage in mutates:
+            for storage in op_of(node).mutates:
                 last[storage] = i
         position = {node: i for i, node in enumerate(self._nodes)}
         banned: set[fx.Node] = set()
@@ -158,13 +156,13 @@ class Following:
 
     def _is_pure(self, node: fx.Node, good: set[fx.Node]) -> bool:
         if node.op == "placeholder":
-            return node in self._inputs and not node.meta["op"].requires_grad
+            return node in self._inputs and not op_of(node).requires_grad
         if node.op == "get_attr":
             return self._is_fixed(str(node.target))
         if node.op not in ("call_function", "call_method"):
             return False
-        meta = node.meta["op"]
-        if meta.random or meta.requires_grad or node.meta["stateful"]:
+        meta = op_of(node)
+        if meta.random or meta.requires_grad or op_of(node).stateful:
             return False
         if node.target in (intrinsics.check, intrinsics.method_of, intrinsics.set_attribute, intrinsics.call_object):
             return False

@@ -20,7 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.model_state.state import preserved
-from pipepart.recording.trace.facts import outside_rng
+from pipepart.recording.op import op_of
+from pipepart.recording.trace.contexts import outside_rng
 from pipepart.recording.trace.intrinsics import check, set_attribute
 from pipepart.samples.laws import Law, law_of
 
@@ -60,7 +61,7 @@ class Run:
     def set(self, node: fx.Node, value: Any) -> None:
         """Give a node another value; memory that it has changed in place gets it too."""
         before = self.values[node]
-        if node.meta["op"].inplace and isinstance(before, torch.Tensor):
+        if op_of(node).inplace and isinstance(before, torch.Tensor):
             with torch.no_grad():
                 before.copy_(value)
         else:
@@ -83,9 +84,9 @@ class Run:
         if self.exact:
             args, kwargs = _widened(args), _widened(kwargs)
         with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(bool(node.meta.get("grad_mode", True))))
+            stack.enter_context(torch.set_grad_enabled(bool(op_of(node).grad_mode)))
             if not self.exact:
-                for device, dtype in node.meta.get("autocast", ()):
+                for device, dtype in op_of(node).autocast:
                     if isinstance(dtype, torch.dtype):
                         stack.enter_context(torch.autocast(device, dtype=dtype))
             if node.op == "call_module":
@@ -187,8 +188,7 @@ class Lockstep:
                 self._step(node)
 
     def _step(self, node: fx.Node) -> None:
-        meta = node.meta.get("op")
-        before = _random_state() if meta is not None and (meta.random or hasattr(node.target, "stable_name")) else None
+        before = _random_state() if op_of(node).random or hasattr(node.target, "stable_name") else None
         whole = self.whole.step(node)
         drawn = before is not None and before != _random_state()
         for part in self.parts:

@@ -12,6 +12,7 @@ from torch import nn
 
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
+from pipepart.recording.op import OpMeta, op_of, set_op, shape_of
 from pipepart.samples.calls import name_of, parameters_of
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.forms import Form, Ratio, Share, Sum
@@ -115,7 +116,7 @@ def loss_form(node: fx.Node, recording: Recording, follow: Following, quantities
     per_row = scores if call.name in _BY_ELEMENT and reduction == "mean" else None
     if per_row is not None and not follow.ragged(per_row):
         raise Unknown(node, "its input is no selection, and its target is one")
-    if call.name in _BY_TARGET and len(scores.meta["op"].shape) != 2:
+    if call.name in _BY_TARGET and len(shape_of(scores)) != 2:
         raise Unknown(node, "targets of several dimensions on a selection")
     return Ratio(node, rows, call.summed, per_row)
 
@@ -158,7 +159,7 @@ def _is_floating(target: Any, recording: Recording) -> bool:
         path = str(target.target)
         value = recording.constants[path] if path in recording.constants else resolve(recording.root, path)
         return bool(value.dtype.is_floating_point)
-    dtype = target.meta["op"].dtype
+    dtype = op_of(target).dtype
     return dtype is not None and bool(dtype.is_floating_point)
 
 
@@ -170,7 +171,7 @@ def _check_aligned(call: _Call, over: list[fx.Node], follow: Following) -> None:
         if len(dims) > 1:
             raise Unknown(call.node, "samples meet samples in its operands")
         if dims:
-            rank = len(operand.meta["op"].shape)
+            rank = len(shape_of(operand))
             places.add(dims[0] - rank if call.name in _BY_ELEMENT else dims[0])
             if call.name in _BY_TARGET and operand is call.get("input") and dims[0] == min(1, rank - 1):
                 raise Unknown(call.node, "its classes are samples")
@@ -187,15 +188,10 @@ def _by_target(call: _Call, recording: Recording, follow: Following, quantities:
     if isinstance(weight, torch.Tensor):
         with recording.graph.inserting_before(call.node):
             weight = recording.graph.get_attr(f"{call.path}.weight")
-        weight.meta = _constant_meta()
+        set_op(weight, OpMeta())
         follow.take(weight)
     count = quantities.count(call.node, count_targets, (target, ignored, weight))
     return Ratio(call.node, count, call.summed)
-
-
-def _constant_meta() -> dict[str, Any]:
-    nothing: frozenset[Any] = frozenset()
-    return {"storages": (nothing, nothing, nothing), "rows": (), "requires_grad": False, "differentiates": nothing}
 
 
 def _source(node: Any) -> Any:

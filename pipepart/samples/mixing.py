@@ -12,9 +12,10 @@ import torch
 import torch.fx as fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipepart.recording import OpMeta, Recording
+from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.fingerprint import target_name
+from pipepart.recording.op import op_of
 from pipepart.recording.trace.intrinsics import changed, set_attribute
 from pipepart.samples.laws import UNKNOWN, Law
 from pipepart.samples.lockstep import Lockstep, evaluating
@@ -165,7 +166,7 @@ def _study(recording: Recording, split: Parts, moved: int | None = None, gradien
     if gradients and recording.loss_index is not None:
         loss, gradient = _losses(recording, pair, split)
     differs = {i: _relative(outputs[i], pair, split) for i in wrong}
-    norms = dict.fromkeys(node.meta["op"].module or node.name for node in pair.norms)
+    norms = dict.fromkeys(op_of(node).module or node.name for node in pair.norms)
     laws = {node.name: UNKNOWN if node in pair.chance else law for node, law in pair.laws.items()}
     fault = _first_fault(recording, pair.laws, [outputs[i] for i in wrong])
     fragile = {
@@ -187,7 +188,7 @@ def persistent_writes(recording: Recording) -> list[fx.Node]:
     read = {str(node.target) for node in nodes if node.op == "get_attr"}
     kept = set().union(
         *(
-            node.meta["storages"][1]
+            op_of(node).writes
             for node in nodes
             if node.op == "get_attr" and not _is_statistic(recording, str(node.target))
         )
@@ -196,7 +197,7 @@ def persistent_writes(recording: Recording) -> list[fx.Node]:
     for node in nodes:
         if node.target is set_attribute:
             found += [node] if assigned_path(node) in read else []
-        elif node.op in ("call_function", "call_method") and kept & node.meta["storages"][2]:
+        elif node.op in ("call_function", "call_method") and kept & op_of(node).mutates:
             found.append(node)
     return found
 
@@ -283,10 +284,9 @@ def _first_fault(recording: Recording, laws: Mapping[fx.Node, Law], outputs: Seq
     data: set[fx.Node] = set()
     """Nodes that hold something of the samples themselves, not only of their number."""
     for node in recording.graph.nodes:
-        meta: OpMeta | None = node.meta.get("op")
         if node.op == "placeholder":
             data.add(node)
-        elif meta is not None and (not meta.is_number or node.target == "item"):
+        elif not op_of(node).is_number or node.target == "item":
             data.update([node] if any(source in data for source in node.all_input_nodes) else [])
         if node not in on_the_way or node not in data or laws[node].known or node.target is changed:
             continue
@@ -308,7 +308,6 @@ def sources_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def fault_of(node: fx.Node) -> Fault:
-    meta = node.meta.get("op")
-    if meta is None:
+    if node.op in ("get_attr", "output"):
         return Fault(node.name, target_name(node.target), "", "")
-    return Fault(node.name, target_name(node.target).rpartition(".")[2], meta.module, meta.source)
+    return Fault(node.name, target_name(node.target).rpartition(".")[2], op_of(node).module, op_of(node).source)

@@ -7,7 +7,7 @@ a product with a constant). Between the two, the sums of several replicas are ad
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.fx as fx
 from pipepart.recording import Recording
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.execution.ops_run import used_tensors
+from pipepart.recording.op import op_of, set_op, shape_of
 from pipepart.recording.trace.intrinsics import check
 from pipepart.samples.calls import dims_of, name_of
 from pipepart.samples.follow import Following, Unknown
@@ -67,7 +68,7 @@ class Quantities:
         """The value of a node for the whole batch. Sizes along the batch are the number of samples, times a constant."""
         if not self.follow.pure(node):
             raise Unknown(node, "it is needed for the whole batch, and not made from the batch alone")
-        meta = node.meta["op"]
+        meta = op_of(node)
         if not meta.is_number and meta.shape != ():
             raise Unknown(node, "it is no single number")
         key = SAMPLES if meta.is_number and self.follow.counts_samples(node) else _text(node)
@@ -85,7 +86,7 @@ class Quantities:
             with graph.inserting_after(near) if near in args else graph.inserting_before(near):
                 method = isinstance(function, str)
                 node = graph.call_method(function, args) if method else graph.call_function(function, args)
-            node.meta = _meta_of_count(near)
+            set_op(node, op_of(near).beside(shape=(), output_bytes=8, replicable=True))
             self.origins[node.name] = near.name
             self.found[key] = Quantity(key, key, node)
         return self.found[key]
@@ -114,18 +115,6 @@ def _text(value: Any) -> str:
     return f"{name or value.name}({', '.join(inner)})"
 
 
-def _meta_of_count(near: fx.Node) -> dict[str, Any]:
-    op = replace(
-        near.meta["op"], shape=(), dtype=None, nbytes=8, requires_grad=False, inplace=False, random=False,
-        dynamic_shape=False, replicable=True, is_number=False,
-    )  # fmt: skip
-    nothing: frozenset[Any] = frozenset()
-    return {
-        "op": op, "grad_mode": True, "autocast": (), "checkpoint": (), "computes": True, "rows": (), "value": None,
-        "storages": (nothing, nothing, nothing), "differentiates": nothing, "stateful": False,
-    }  # fmt: skip
-
-
 class Evaluation:
     """Computes all quantities of a batch."""
 
@@ -147,7 +136,7 @@ class Evaluation:
         inputs = [node for node in order if node.op == "placeholder"][: len(recording.inputs)]
         checked = [node for node, _, _ in self._checks]
         body = _closure([*self._parts, *checked], set())
-        self._changes = any(node.meta["op"].inplace for node in body if node.op not in ("placeholder", "get_attr"))
+        self._changes = any(op_of(node).inplace for node in body if node.op not in ("placeholder", "get_attr"))
         nodes = sorted((n for n in body if n.op not in ("placeholder", "get_attr")), key=order.__getitem__)
         self._before = executable(recording, nodes, inputs, [*self._parts, *checked], depth=None)
         later = _closure(after, set(self._parts)) - set(self._parts)
@@ -184,7 +173,7 @@ class Evaluation:
 
     def _adds_up(self, node: fx.Node) -> str | None:
         name = name_of(node)
-        if getattr(node.target, "adds_up", False) or (node.meta["op"].is_number and self._follow.counts_samples(node)):
+        if getattr(node.target, "adds_up", False) or (op_of(node).is_number and self._follow.counts_samples(node)):
             return "sum"
         if name not in ("sum", "count_nonzero", "mean", "numel") or not isinstance(node.args[0], fx.Node):
             return None
@@ -194,7 +183,7 @@ class Evaluation:
                 dims = self._follow.dims(source)
             except Unknown:
                 return None
-            shape = source.meta["op"].shape
+            shape = shape_of(source)
             over = tuple(range(len(shape))) if name == "numel" else dims_of(node, len(shape))
             if len(dims) != 1 or over is None or dims[0] not in over:
                 return None
@@ -252,7 +241,7 @@ class Evaluation:
 
 
 def _is_single(node: fx.Node) -> bool:
-    meta = node.meta["op"]
+    meta = op_of(node)
     return bool(meta.is_number or meta.shape == ())
 
 

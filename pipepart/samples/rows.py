@@ -10,6 +10,7 @@ from torch import nn
 
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
+from pipepart.recording.op import op_of, shape_of
 from pipepart.samples.calls import argument, name_of
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.quantities import Quantities, Quantity
@@ -60,7 +61,7 @@ def count_rows(node: fx.Node, recording: Recording, follow: Following, quantitie
     rowwise = name in _ROWWISE
     if node.op == "call_module":
         rowwise = type(resolve(recording.root, str(node.target))) in _ROWWISE_MODULES
-    sources = [s for s in node.all_input_nodes if follow.depends(s) and (follow.ragged(s) or s.meta["op"].shape)]
+    sources = [s for s in node.all_input_nodes if follow.depends(s) and (follow.ragged(s) or op_of(s).shape)]
     if not rowwise or not sources or not all(follow.ragged(s) for s in sources):
         raise Unknown(node, f"the number of its rows is not known from the batch ({name or node.target})")
     counts = [count_rows(s, recording, follow, quantities) for s in sources]
@@ -72,15 +73,15 @@ def _selected(node: fx.Node, name: str, source: Any, index: Any, follow: Followi
         index = argument(node, 2, "index") if argument(node, 1, "dim") == 0 else None
     if isinstance(index, (tuple, list)) and index and all(isinstance(i, fx.Node) for i in index):
         index = index[0]  # of several lists of positions, or of masks, the first says how many
-    if not isinstance(index, fx.Node) or not isinstance(source, fx.Node) or index.meta["op"].shape is None:
+    if not isinstance(index, fx.Node) or not isinstance(source, fx.Node) or op_of(index).shape is None:
         raise Unknown(node, "what it selects is not known from the batch")
-    mask, shape = index.meta["op"], source.meta["op"].shape
+    mask, shape = op_of(index), op_of(source).shape
     if mask.dtype == torch.bool:
         if name == "masked_select" and mask.shape != shape:
             raise Unknown(node, "the mask has another shape than what it selects from")
         if not follow.ragged(index) and 0 not in follow.dims(index):
             raise Unknown(node, "the mask does not go over the samples")
         return quantities.count(node, true_elements, (index,))
-    if mask.dtype in (torch.int64, torch.int32) and len(mask.shape) == 1:
+    if mask.dtype in (torch.int64, torch.int32) and len(shape_of(index)) == 1:
         return quantities.count(node, size_of_first, (index,))
     raise Unknown(node, "what it selects is not known from the batch")

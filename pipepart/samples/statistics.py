@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import torch.fx as fx
 
+from pipepart.recording.op import op_of
 from pipepart.recording.trace import intrinsics
 from pipepart.samples.calls import name_of
 from pipepart.samples.follow import Following, Unknown
@@ -56,14 +57,14 @@ class Statistics:
 
 def _is_statistic(node: fx.Node, source: fx.Node, follow: Following) -> bool:
     """Whether `node` is about samples, and `source` is something of their batch that has no samples in it."""
-    meta = node.meta["op"]
+    meta = op_of(node)
     if not follow.depends(source) or source.op == "placeholder" or meta.is_number or meta.shape is None:
         return False
     if node.target in (intrinsics.check, intrinsics.changed) or not _has_samples(node, follow):
         return False
-    if source.meta["op"].is_number:
+    if op_of(source).is_number:
         return name_of(node) in _ARITHMETIC
-    return source.meta["op"].shape is not None and not _has_samples(source, follow)
+    return op_of(source).shape is not None and not _has_samples(source, follow)
 
 
 def _has_samples(node: fx.Node, follow: Following) -> bool:
@@ -93,6 +94,6 @@ def _reads_data(value: fx.Node) -> bool:
             continue
         seen.add(node)
         if node.op == "placeholder":
-            return not node.meta["op"].is_number
+            return not op_of(node).is_number
         todo.extend(node.all_input_nodes)
     return False

@@ -19,6 +19,7 @@ import torch.fx as fx
 from pipepart.recording import Recording
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.execution.ops_run import RecordedGraph, used_tensors
+from pipepart.recording.op import op_of, set_op
 from pipepart.recording.trace.intrinsics import set_attribute
 from pipepart.samples.laws import Law
 from pipepart.samples.mixing import Mixing, assigned_path, fault_of, persistent_writes, sources_of
@@ -90,8 +91,8 @@ def _grown(
         if node in tail or node in inputs or node.op == "get_attr":
             continue
         law = laws[node.name]
-        value = node.op == "placeholder" or node.meta["op"].shape is not None or node.meta["op"].is_number
-        loose = law.kind == "shared" and (node in fixed or (node.op != "placeholder" and node.meta["op"].requires_grad))
+        value = node.op == "placeholder" or op_of(node).shape is not None or op_of(node).is_number
+        loose = law.kind == "shared" and (node in fixed or (node.op != "placeholder" and op_of(node).requires_grad))
         if node.op == "placeholder" or (
             node not in after and value and law.merges and not loose and node not in overwritten
         ):
@@ -129,12 +130,12 @@ def _overwritten(recording: Recording) -> set[fx.Node]:
     position = {node: i for i, node in enumerate(recording.graph.nodes)}
     last: dict[Any, int] = {}
     for node in recording.graph.nodes:
-        for storage in node.meta.get("storages", ((), (), ()))[2]:
+        for storage in op_of(node).mutates:
             last[storage] = position[node]
     return {
         node
         for node in recording.graph.nodes
-        if any(last.get(storage, -1) > position[node] for storage in node.meta.get("storages", ((), (), ()))[1])
+        if any(last.get(storage, -1) > position[node] for storage in op_of(node).writes)
     }
 
 
@@ -142,7 +143,7 @@ def _check_apart(tail: set[fx.Node], results: Iterable[fx.Node], writes: Sequenc
     """What draws random numbers or changes a buffer can be in the body or in the tail, not in both."""
     body = sources_of(results)
     for node in sorted(tail & body, key=lambda item: item.name):
-        meta = node.meta["op"]
+        meta = op_of(node)
         if meta.random:
             raise Refused(f"{fault_of(node)} draws random numbers that the micro-batches and the whole batch both use")
         if node in writes:
@@ -161,8 +162,8 @@ def _check_small(recording: Recording, tail: set[fx.Node]) -> None:
 
 def _written(recording: Recording, writes: Sequence[fx.Node]) -> list[str]:
     """The names of the buffers that these ops change."""
-    changed = set().union(*(node.meta["storages"][2] for node in writes))
-    reads = [n for n in recording.graph.nodes if n.op == "get_attr" and n.meta["storages"][1] & changed]
+    changed = set().union(*(op_of(node).mutates for node in writes))
+    reads = [n for n in recording.graph.nodes if n.op == "get_attr" and op_of(n).writes & changed]
     assigned = [assigned_path(node) for node in writes if node.target is set_attribute]
     return sorted({*(str(node.target) for node in reads), *assigned})
 
@@ -187,7 +188,7 @@ class Tail:
         used = used_tensors(recording, ops)
         self.parameters = tuple(name for name in used if name in names)
         self.buffers = tuple(name for name in used if name not in names)
-        self.inplace = any(node.meta["op"].inplace for node in ops)
+        self.inplace = any(op_of(node).inplace for node in ops)
         self.laws = tuple(law for _, law in cut.inputs)
         self.roots = tuple(len(self.kept) + i for i, node in enumerate(sources) if cut.loss and self._trained(node))
         """The outputs of the body that gradients come in for, if the loss is in the tail."""
@@ -197,7 +198,7 @@ class Tail:
 
     @staticmethod
     def _trained(node: fx.Node) -> bool:
-        return node.op != "placeholder" and bool(node.meta["op"].requires_grad) and not node.meta["op"].is_number
+        return node.op != "placeholder" and bool(op_of(node).requires_grad) and not op_of(node).is_number
 
     def _body(self, results: Sequence[Any]) -> Recording:
         """The recording without the tail."""
@@ -218,10 +219,8 @@ class Tail:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].name = node.name
         for node, copy in copies.items():
-            copy.meta = {
-                **node.meta,
-                "differentiates": frozenset(copies[o] for o in node.meta["differentiates"] if o in copies),
-            }
+            through = frozenset(copies[o] for o in op_of(node).differentiates if o in copies)
+            set_op(copy, dataclasses.replace(op_of(node), differentiates=through))
         index = recording.loss_index
         loss = self.kept.index(index) if index is not None and index in self.kept else None
         return dataclasses.replace(recording, graph=graph, loss_index=loss, roots=self.roots, logs=())

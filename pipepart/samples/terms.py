@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from pipepart.recording import Recording
+from pipepart.recording.op import dtype_of, op_of, shape_of
 from pipepart.recording.trace import intrinsics
 from pipepart.samples.calls import argument, dims_of, name_of, operands
 from pipepart.samples.follow import Following, Unknown
@@ -47,9 +48,9 @@ class Terms:
         return self._known[node]
 
     def _form(self, node: fx.Node) -> Form:
-        if node.op == "placeholder" or node.meta["op"].random:
+        if node.op == "placeholder" or op_of(node).random:
             raise Unknown(node, "it is a part of the batch, or drawn at random")
-        if node.meta["op"].is_number:
+        if op_of(node).is_number:
             return Whole(node, self._quantities.of(node))
         if self._follow.ragged(node) or self._follow.dims(node):
             raise Unknown(node, "it still has the samples in it")
@@ -59,8 +60,8 @@ class Terms:
         loss = loss_form(node, self._recording, self._follow, self._quantities)
         if loss is not None:
             return _safe(loss)
-        meta = node.meta["op"]
-        if self._follow.pure(node) and meta.shape == () and meta.dtype.is_floating_point:
+        meta = op_of(node)
+        if self._follow.pure(node) and meta.shape == () and dtype_of(node).is_floating_point:
             return Whole(node, self._quantities.of(node))
         return self._linear(node, name)
 
@@ -70,7 +71,7 @@ class Terms:
         source = argument(node, 0, "input")
         assert isinstance(source, fx.Node)
         if not self._follow.ragged(source):
-            shape = source.meta["op"].shape
+            shape = shape_of(source)
             following = self._follow.dims(source)
             dims = dims_of(node, len(shape))
             if not following and name in ("sum", "mean"):
@@ -78,7 +79,7 @@ class Terms:
             if len(following) != 1 or dims is None or following[0] not in dims:
                 raise Unknown(node, "it does not go over the samples once")
             return Share(node) if name == "mean" else Sum(node)
-        dims = dims_of(node, len(source.meta["op"].shape))
+        dims = dims_of(node, len(shape_of(source)))
         if dims is None or 0 not in dims:
             raise Unknown(node, "it does not go over the selected rows")
         if name != "mean":
@@ -90,7 +91,7 @@ class Terms:
             kwargs = {key: value for key, value in node.kwargs.items() if key not in ("dim", "keepdim", "axis")}
             return graph.call_method("sum", (source, list(dims), bool(argument(node, 2, "keepdim", False))), kwargs)
 
-        if others and dims != tuple(range(len(source.meta["op"].shape))):
+        if others and dims != tuple(range(len(shape_of(source)))):
             raise Unknown(node, "it is a mean over some dimensions of a selection only")
         return _safe(Ratio(node, rows, numerator, source if others else None))
 
@@ -116,7 +117,7 @@ class Terms:
         if name == "neg":
             return self._op(node, node.args[0])
         if name in _SAME_VALUE:
-            if not node.meta["op"].dtype.is_floating_point:
+            if not dtype_of(node).is_floating_point:
                 raise Unknown(node, "it becomes a whole number")
             return self._op(node, node.args[0])
         if name in _LISTS:
@@ -125,7 +126,7 @@ class Terms:
                 return Op(node, tuple((part, self.form(part)) for part in parts))
         if name == "getitem" and not any(isinstance(i, fx.Node) for i in _flat(node.args[1])):
             source = node.args[0]
-            if not isinstance(source, fx.Node) or source.meta["op"].shape is None:
+            if not isinstance(source, fx.Node) or op_of(source).shape is None:
                 raise Unknown(node, "it comes out of a tuple")
             return self._op(node, source)
         raise Unknown(node, f"{name or node.target} is not known to be linear")
@@ -137,7 +138,7 @@ class Terms:
         """Whether a value is no term: it does not depend on the batch, or is one number of it."""
         if not self._follow.depends(value):
             return True
-        meta = value.meta["op"]
+        meta = op_of(value)
         return self._follow.pure(value) and (meta.is_number or meta.shape == ())
 
     def _times(self, node: fx.Node, term: Any, factor: Any, power: int) -> Form:
@@ -155,14 +156,14 @@ class Terms:
         tensor, mutation = node.args
         if isinstance(mutation, fx.Node) and isinstance(tensor, fx.Node) and mutation.op == "call_method":
             same = mutation.args and mutation.args[0] is tensor and name_of(mutation) in ("add", "sub", "mul", "div")
-            if same and mutation.meta["op"].shape == node.meta["op"].shape:
+            if same and op_of(mutation).shape == op_of(node).shape:
                 return self.form(mutation)
         raise Unknown(node, "it was changed in place")
 
 
 def _safe(form: Form) -> Form:
     """Refuse a mean as a sum in float16, which ends at 65504."""
-    if isinstance(form, Ratio) and form.node.meta["op"].dtype == torch.float16:
+    if isinstance(form, Ratio) and op_of(form.node).dtype == torch.float16:
         raise Unknown(form.node, "its sum may be too large for float16")
     return form
 

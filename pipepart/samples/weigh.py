@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 
 from pipepart.recording import Input, Recording
+from pipepart.recording.op import op_of, set_op
 from pipepart.samples.emission import ALL, EACH, OWN, WINDOW, Emission
 from pipepart.samples.follow import Following, Unknown
 from pipepart.samples.forms import Form, Monomial, Ratio, Share, Sum, is_plain_sum, law_of, monomials, parts_of
@@ -256,7 +257,7 @@ def _law(value: Any, terms: Terms, follow: Following) -> tuple[str, Form | None]
         return "constant", None
     if value.op == "get_attr":
         return "constant", None
-    meta = value.meta["op"]
+    meta = op_of(value)
     if meta.is_number or meta.shape is None:
         raise Unknown(value, "it is no tensor")
     if follow.ragged(value):
@@ -305,6 +306,6 @@ def _copied(recording: Recording) -> tuple[Recording, dict[str, str]]:
     for node in recording.graph.nodes:
         new[node] = graph.node_copy(node, lambda source: new[source])
     for node, made in new.items():
-        made.meta = dict(node.meta)
-        made.meta["differentiates"] = frozenset(new[other] for other in node.meta["differentiates"] if other in new)
+        through = frozenset(new[other] for other in op_of(node).differentiates if other in new)
+        set_op(made, replace(op_of(node), differentiates=through))
     return replace(recording, graph=graph), {made.name: node.name for node, made in new.items()}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipepart.recording import Recording
+from pipepart.recording.op import op_of
 from pipepart.samples.batch_check import BatchCheck
 from pipepart.samples.mixing import Mixing
 from pipepart.samples.tail import TailCut
@@ -97,7 +98,7 @@ def describe_norms(recording: Recording) -> str:
         return ""
     modules = dict(recording.root.named_modules())
     called = dict.fromkeys(
-        str(node.target) if node.op == "call_module" else node.meta["op"].module
+        str(node.target) if node.op == "call_module" else op_of(node).module
         for node in recording.graph.nodes
         if node.op == "call_module" or getattr(node.target, "__name__", "") == "batch_norm"
     )

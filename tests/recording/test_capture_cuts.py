@@ -10,6 +10,7 @@ from torch import nn
 
 from pipepart.graph import op_graph
 from pipepart.recording import record, split
+from pipepart.recording.op import op_of
 from pipepart.recording.proof.chunk_proof import prove_chunks
 from tools.bench.zoo.checks import compare, measure
 from tools.bench.zoo.detached import non_differentiable_bytes, run_detached
@@ -47,7 +48,7 @@ def prepared(name):
     model, example = ARCHITECTURES[name]()
     model.train()
     recording = record(model, example(2))
-    if any(node.meta["op"].random for node in recording.ops if node.op != "output"):
+    if any(op_of(node).random for node in recording.ops if node.op != "output"):
         model.eval()  # another order of chunks draws other random numbers
         recording = record(model, example(2))
     wanted = [(args, measure(model, model, args)) for args in (example(2), example(3))]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pipepart.recording import record
+from pipepart.recording.op import op_of
 from tools.bench.zoo.checks import check_model
 from tools.bench.zoo.plain import ARCHITECTURES
 
@@ -29,7 +30,7 @@ def test_example_of_one_sample_does_not_bake_in_the_batch_size(name):
     for batch in (1, 2, 5):
         args = example(batch)
         torch.testing.assert_close(recording.module()(*args), model(*args))
-    assert recording.ops[0].meta["op"].shape[0] == 1
+    assert op_of(recording.ops[0]).shape[0] == 1
 
 
 @pytest.mark.parametrize("name", ["gpt_dropout", "UNet", "Dictionaries", "TiedEncoder"])

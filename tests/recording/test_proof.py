@@ -11,6 +11,7 @@ from torch import nn
 from pipepart.errors import CaptureError
 from pipepart.graph import op_graph
 from pipepart.recording import prove, prove_chunks, record, split
+from pipepart.recording.op import op_of, set_op
 from pipepart.recording.trace.intrinsics import call_object
 
 
@@ -105,7 +106,7 @@ def put_after(recording, source, target, args=(), method=False):
 
 def copy_meta(source, new):
     new.meta = dict(source.meta)
-    new.meta["op"] = dataclasses.replace(source.meta["op"])
+    set_op(new, dataclasses.replace(op_of(source)))
 
 
 def set_keyword(recording, name, **values):
@@ -237,12 +238,13 @@ def changed_dimension(r):
 
 def lost_no_grad(r):
     for n in r.ops:
-        n.meta["grad_mode"] = True
+        set_op(n, dataclasses.replace(op_of(n), grad_mode=True))
     return "b"
 
 
 def added_no_grad(r):
-    node(r, "softmax").meta["grad_mode"] = False
+    softmax = node(r, "softmax")
+    set_op(softmax, dataclasses.replace(op_of(softmax), grad_mode=False))
     return "softmax"
 
 
@@ -319,7 +321,7 @@ def test_a_mutation_is_found_and_the_op_is_named(mutation):
     model, args = Subject().double(), example()
     recording = record(model, args)
     assert prove(recording, model, args) == ()
-    lines = {n.name: n.meta["op"].source for n in recording.ops if n.op != "output"}
+    lines = {n.name: op_of(n).source for n in recording.ops if n.op != "output"}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     names = mutation(recording)
     with pytest.raises(CaptureError) as caught:
@@ -336,7 +338,7 @@ def test_a_wrong_autocast_is_found():
     model, args = Cast(), example(torch.float32)
     recording = record(model, args)
     for n in recording.ops:
-        n.meta["autocast"] = ()
+        set_op(n, dataclasses.replace(op_of(n), autocast=()))
     with pytest.raises(CaptureError, match=r"op linear \(module '' at test_proof.py"):
         prove(recording, model, args)
 

@@ -9,7 +9,8 @@ import torch.nn as nn
 from networkx.utils import UnionFind
 
 from pipepart.recording.execution.ops_run import resolve
-from pipepart.recording.recording import OpMeta, Recording
+from pipepart.recording.op import op_of
+from pipepart.recording.recording import Recording
 from pipepart.recording.trace import intrinsics
 
 __all__ = ["colocated"]
@@ -26,7 +27,7 @@ def colocated(recording: Recording) -> list[tuple[fx.Node, ...]]:
     position = {node: i for i, node in enumerate(nodes)}
     groups = UnionFind()
     for node in nodes:
-        meta: OpMeta = node.meta["op"]
+        meta = op_of(node)
         users = [user for user in node.users if user.op != "output"]
         if meta.shape is None and not meta.is_number and not meta.replicable:
             groups.union(node, *users)
@@ -40,7 +41,7 @@ def colocated(recording: Recording) -> list[tuple[fx.Node, ...]]:
             groups.union(node.args[1], node)
         if node.target is intrinsics.check:
             source = node.args[0]
-            if isinstance(source, fx.Node) and source.op != "placeholder" and not source.meta["op"].replicable:
+            if isinstance(source, fx.Node) and source.op != "placeholder" and not op_of(source).replicable:
                 groups.union(source, node)
     _join_memory(recording, position, groups)
     _join_state(recording, nodes, groups)
@@ -55,25 +56,25 @@ def _join_memory(recording: Recording, position: dict[fx.Node, int], groups: Uni
     last: dict[Any, int] = {}
     persistent: set[Any] = set()
     for node in recording.graph.nodes:
-        reads, writes, mutates = node.meta["storages"]
+        op = op_of(node)
         if node.op == "get_attr":
-            persistent |= writes
+            persistent |= op.writes
         if node not in position:
             continue
-        for storage in reads | writes:
+        for storage in op.reads | op.writes:
             touching.setdefault(storage, []).append(node)
-        for storage in mutates:
+        for storage in op.mutates:
             last[storage] = position[node]
     for storage, end in last.items():
         members = [node for node in touching[storage] if storage in persistent or position[node] <= end]
-        if not all(node.meta["op"].replicable for node in members):
+        if not all(op_of(node).replicable for node in members):
             groups.union(*members)
 
 
 def _join_state(recording: Recording, nodes: list[fx.Node], groups: UnionFind) -> None:
     owners: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        if node.op == "call_module" and node.meta["stateful"]:
+        if node.op == "call_module" and op_of(node).stateful:
             owners.setdefault(str(node.target), []).append(node)
         elif node.target is intrinsics.method_of:
             owners.setdefault(_target(node), []).append(node)

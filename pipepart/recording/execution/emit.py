@@ -15,8 +15,8 @@ from torch.fx.node import map_aggregate
 
 from pipepart.recording.execution.draws import before_draw, number_of
 from pipepart.recording.execution.ops_run import RecordedGraph, resolve, used_tensors
-from pipepart.recording.trace.activation_checkpoints import Recomputed, regions_of
-from pipepart.recording.trace.contexts import set_switches
+from pipepart.recording.op import op_of
+from pipepart.recording.trace.contexts import Recomputed, regions_of, set_switches
 from pipepart.recording.trace.intrinsics import call_object
 
 if TYPE_CHECKING:
@@ -107,12 +107,12 @@ class _Writer:
 
     def write(self, node: fx.Node) -> None:
         """Copy one op, inside the gradient mode, autocast and other settings of its recording."""
-        if node.op == "call_module" or node.meta.get("computes", True):
-            meta = node.meta
-            self._switch((meta.get("grad_mode", True), meta.get("autocast", ()), meta.get("switches", ())))
+        if node.op == "call_module" or op_of(node).computes:
+            op = op_of(node)
+            self._switch((op.grad_mode, op.autocast, op.switches))
         for source in node.all_input_nodes:
             self._value(source)
-        if "op" in node.meta and node.meta["op"].random:
+        if op_of(node).random:
             outside = node.op == "call_module" or hasattr(node.target, "stable_name")
             self.graph.call_function(before_draw, (number_of(node.name), outside))
         made = self.graph.node_copy(node, self._value)

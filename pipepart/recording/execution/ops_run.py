@@ -23,7 +23,7 @@ from pipepart.recording.trace.intrinsics import set_attribute
 if TYPE_CHECKING:
     from pipepart.recording.recording import Recording
 
-__all__ = ["RecordedGraph", "RecordedModule", "resolve", "used_tensors", "where_is"]
+__all__ = ["RecordedGraph", "RecordedModule", "resolve", "used_tensors"]
 
 
 class RecordedGraph(fx.GraphModule):
@@ -168,12 +168,6 @@ def used_tensors(
         return list(found)
     order = {name: i for i, name in enumerate(canonical.values())}
     return sorted(found, key=order.__getitem__)
-
-
-def where_is(node: fx.Node) -> str:
-    """Module and source line of an op, in words."""
-    meta = node.meta.get("op")
-    return f"module {meta.module!r} at {meta.source}" if meta is not None else "input"
 
 
 def resolve(root: nn.Module, path: str) -> Any:

@@ -12,8 +12,8 @@ import torch.fx as fx
 from pipepart.errors import CaptureError
 from pipepart.recording.execution.colocate import colocated
 from pipepart.recording.execution.emit import executable
-from pipepart.recording.execution.ops_run import where_is
-from pipepart.recording.recording import OpMeta, Recording
+from pipepart.recording.op import op_of, where_is
+from pipepart.recording.recording import Recording
 
 __all__ = ["BATCH", "Chunk", "Edge", "split"]
 
@@ -108,7 +108,7 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
         owner[node] = chunk
     for node in owner:
         for source in node.all_input_nodes:
-            if source in owner and owner[source] > owner[node] and not source.meta["op"].replicable:
+            if source in owner and owner[source] > owner[node] and not op_of(source).replicable:
                 raise CaptureError(
                     f"split: the edge {source.name} -> {node.name} goes back from chunk {owner[source]} to chunk "
                     f"{owner[node]} ({where_is(source)} -> {where_is(node)}); a value can only go to the same or a later chunk"
@@ -125,13 +125,13 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
 
 def _same_size(number: fx.Node, tensors: set[fx.Node]) -> tuple[fx.Node, int] | None:
     """A dimension of one of these tensors that equals `number` in all recorded runs, and differs between runs."""
-    rows = number.meta["rows"]
+    rows = op_of(number).rows
     if not rows or len(set(rows[0])) == 1:
         return None
     for tensor in sorted(tensors, key=lambda node: node.name):
-        if tensor.meta["op"].is_number or tensor.meta["op"].dynamic_shape:
+        if op_of(tensor).is_number or op_of(tensor).dynamic_shape:
             continue
-        for dim, row in enumerate(tensor.meta["rows"]):
+        for dim, row in enumerate(op_of(tensor).rows):
             if row == rows[0]:
                 return tensor, dim
     return None
@@ -158,7 +158,7 @@ class _Layout:
 
     def _fill(self, chunk: int) -> None:
         """Collect the nodes of one chunk: its own, copies of replicable ones, and sizes of tensors that it imports."""
-        roots = [node for node, place in self.owner.items() if place == chunk and not node.meta["op"].replicable]
+        roots = [node for node, place in self.owner.items() if place == chunk and not op_of(node).replicable]
         if chunk == self.chunks - 1:
             roots += [out for out in self.outputs if isinstance(out, fx.Node)]
         inside: set[fx.Node] = set()
@@ -171,10 +171,10 @@ class _Layout:
                 continue
             if node.op == "placeholder":
                 imported.add(node)
-            elif node.meta["op"].replicable or self.owner[node] == chunk:
+            elif op_of(node).replicable or self.owner[node] == chunk:
                 inside.add(node)
                 todo.extend(node.all_input_nodes)
-            elif node.meta["op"].is_number:
+            elif op_of(node).is_number:
                 numbers.append(node)
             else:
                 imported.add(node)
@@ -208,10 +208,10 @@ class _Layout:
     ) -> None:
         """Drop leaves of the batch that this chunk imports only for their sizes."""
         last = len(self.body) == self.chunks - 1
-        for leaf in sorted((n for n in imported if n.op == "placeholder"), key=lambda n: -n.meta["op"].nbytes):
+        for leaf in sorted((n for n in imported if n.op == "placeholder"), key=lambda n: -op_of(n).output_bytes):
             users = [user for user in leaf.users if user in inside and user not in sizes]
             kept = last and leaf in self.outputs
-            if kept or not users or any(user.target != "size" or not user.meta["op"].is_number for user in users):
+            if kept or not users or any(user.target != "size" or not op_of(user).is_number for user in users):
                 continue
             places = {user: _same_size(user, imported - {leaf}) for user in users}
             if all(place is not None for place in places.values()):
@@ -221,7 +221,7 @@ class _Layout:
     def _computable(self, node: fx.Node, here: set[fx.Node]) -> set[fx.Node] | None:
         if node in here or node.op == "get_attr":
             return set()
-        if node.op == "placeholder" or not node.meta["op"].is_number or node.target == "item":
+        if node.op == "placeholder" or not op_of(node).is_number or node.target == "item":
             return None
         needed = {node}
         for source in node.all_input_nodes:
@@ -244,7 +244,7 @@ class _Layout:
         return found
 
     def _edge(self, node: fx.Node, targets: tuple[int, ...], contributing: set[fx.Node]) -> Edge:
-        meta: OpMeta = node.meta["op"]
+        meta = op_of(node)
         grads: tuple[int, ...] = ()
         if meta.requires_grad and node.op != "placeholder":
             grads = tuple(chunk for chunk in targets if self._reaches_loss(node, chunk, contributing))
@@ -256,7 +256,7 @@ class _Layout:
             "number" if meta.is_number else "tensor",
             meta.shape,
             meta.dtype,
-            meta.nbytes,
+            meta.output_bytes,
             meta.dynamic_shape,
         )
 
@@ -276,13 +276,13 @@ class _Layout:
             node = todo.pop()
             if node not in found:
                 found.add(node)
-                todo.extend(node.meta["differentiates"])
+                todo.extend(op_of(node).differentiates)
         return found
 
     def _reaches_loss(self, node: fx.Node, chunk: int, contributing: set[fx.Node]) -> bool:
         if chunk == self.chunks - 1 and node in self._losses():
             return True
         return any(
-            user in contributing and self.owner.get(user) == chunk and node in user.meta["differentiates"]
+            user in contributing and self.owner.get(user) == chunk and node in op_of(user).differentiates
             for user in node.users
         )

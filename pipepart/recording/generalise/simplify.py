@@ -42,7 +42,7 @@ def _rows(runs: Sequence[Recorder]) -> dict[fx.Node, tuple[Any, ...]]:
         if facts[0].number is not None:
             found[nodes[0]] = tuple(fact.number for fact in facts)
         shapes = [fact.shape for fact in facts]
-        if shapes[0] is not None and not facts[0].dynamic and len({len(shape or ()) for shape in shapes}) == 1:
+        if shapes[0] is not None and not facts[0].dynamic_shape and len({len(shape or ()) for shape in shapes}) == 1:
             facts[0].rows = tuple(zip(*(shape for shape in shapes if shape is not None)))
         elif nodes[0].target == "size" and isinstance(facts[0].number, int) and not facts[0].from_data:
             facts[0].rows = (found[nodes[0]],)
@@ -53,7 +53,7 @@ def _input_rows(runs: Sequence[Recorder]) -> dict[tuple[int, ...], tuple[fx.Node
     """The input dimension of each row of sizes; of several, that of the smallest tensor."""
     found: dict[tuple[int, ...], tuple[fx.Node, int]] = {}
     inputs = zip(*(run.graph.find_nodes(op="placeholder") for run in runs))
-    order = sorted(inputs, key=lambda nodes: runs[0].facts[nodes[0]].nbytes)
+    order = sorted(inputs, key=lambda nodes: runs[0].facts[nodes[0]].output_bytes)
     for nodes in order:
         shapes = [run.facts[node].shape for run, node in zip(runs, nodes)]
         if shapes[0] is None:

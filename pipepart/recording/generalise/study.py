@@ -18,11 +18,12 @@ import torch
 import torch.fx as fx
 
 from pipepart.errors import CaptureError
+from pipepart.recording.fallbacks import Retry, keep_whole, remember, suspect
 from pipepart.recording.generalise import variants
 from pipepart.recording.model_state import state
 from pipepart.recording.trace.failures import NotRecordable
 from pipepart.recording.trace.recorder import Recorder
-from pipepart.recording.trace.runs import Call, Retry, Run, RunFailed, Settings, keep_whole, remember, run_once, suspect
+from pipepart.recording.trace.runs import Call, Run, RunFailed, Settings, run_once
 
 __all__ = ["FORMULAS", "Explanation", "Study"]
 

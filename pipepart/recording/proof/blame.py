@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx as fx
 
-from pipepart.recording.execution.ops_run import resolve, where_is
+from pipepart.recording.execution.ops_run import resolve
+from pipepart.recording.op import where_is
 from pipepart.recording.proof.differences import Difference, differ
 from pipepart.recording.proof.outcome import compact
-from pipepart.recording.trace.facts import gradient_edge, storage_of
+from pipepart.recording.trace.tensors import gradient_edge, storage_of
 
 if TYPE_CHECKING:
     from pipepart.recording.recording import Recording
@@ -77,7 +78,7 @@ class _Case:
     def op(self, name: str) -> str:
         """An op in words: its name and its place."""
         node = self.kept.get(name)
-        if node is not None and "op" in node.meta:
+        if node is not None and node.op not in ("get_attr", "output"):
             return f"op {name} ({where_is(node)})"
         if name in self.nodes:
             missing = "" if name in self.kept else ", which is missing in the recording"

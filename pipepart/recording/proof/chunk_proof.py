@@ -16,9 +16,10 @@ import torch.fx as fx
 
 from pipepart.errors import CaptureError
 from pipepart.recording.execution.emit import executable
-from pipepart.recording.execution.ops_run import RecordedGraph, resolve, where_is
+from pipepart.recording.execution.ops_run import RecordedGraph, resolve
 from pipepart.recording.execution.split import Chunk, Edge
 from pipepart.recording.model_state import state
+from pipepart.recording.op import op_of, where_is
 from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.differences import Difference, beyond_rounding, differ, differences, largest_of
 from pipepart.recording.proof.outcome import Outcome, backward_roots, compact, gradients_of, outcome_of
@@ -79,9 +80,9 @@ def _in_order_of_chunks(recording: Recording, chunk_of: Mapping[str, int]) -> li
     rank: dict[fx.Node, int] = {}
     for node in reversed(nodes):
         rank[node] = chunk_of[node.name]
-        if node.meta["op"].replicable:
+        if op_of(node).replicable:
             rank[node] = min([rank[user] for user in node.users if user in rank], default=rank[node])
-    random = [rank[node] for node in nodes if node.meta["op"].random]
+    random = [rank[node] for node in nodes if op_of(node).random]
     return nodes if random == sorted(random) else sorted(nodes, key=rank.__getitem__)
 
 
@@ -225,7 +226,7 @@ def _cut_at_fault(
             continue
         if got is None:
             return f"no gradient comes back for {_edge(edge, by_name[edge.name])}"
-        if any(chunk_of.get(u.name) == edge.source and u.meta["op"].requires_grad for u in by_name[edge.name].users):
+        if any(chunk_of.get(u.name) == edge.source and op_of(u).requires_grad for u in by_name[edge.name].users):
             continue  # a part of its gradient comes from its own chunk and crosses nothing
         if differ(got, wanted if wanted is not None else torch.zeros_like(got), largest):
             return f"the gradient that comes back for {_edge(edge, by_name[edge.name])} differs from that in one piece"

@@ -15,14 +15,14 @@ import torch
 import torch.nn as nn
 
 from pipepart.errors import CaptureError
-from pipepart.recording.execution.ops_run import where_is
 from pipepart.recording.inputs.leaves import named
 from pipepart.recording.model_state import state
+from pipepart.recording.op import op_of, set_op, where_is
 from pipepart.recording.proof.blame import Trace, blame
 from pipepart.recording.proof.differences import Difference, beyond_rounding, differences
 from pipepart.recording.proof.outcome import Outcome
 from pipepart.recording.proof.replay import Replay, replayed
-from pipepart.recording.recording import OpMeta, Recording
+from pipepart.recording.recording import Recording
 from pipepart.recording.trace.runs import Call, RunFailed, Settings, original, run_once
 
 __all__ = ["prove", "prove_call"]
@@ -93,7 +93,7 @@ class _Proof:
     def compare(self, leaves: list[Any], expected: Outcome, modes: bool = True) -> list[str]:
         """Raise a `CaptureError` if the recording does not give the expected outcome; returns notes.
 
-        Also fills in shapes and FLOPs of the example (``node.meta["flops"]``). Without `modes`, ops may require a gradient
+        Also fills in shapes and FLOPs of the example. Without `modes`, ops may require a gradient
         that do not in the recorded model.
         """
         recording, notes = self.recording, []
@@ -169,7 +169,7 @@ def _check_modes(recording: Recording, replay: Replay) -> None:
     for node in recording.ops:
         if node.op == "output" or node.name not in replay.seen:
             continue
-        meta: OpMeta = node.meta["op"]
+        meta = op_of(node)
         requires_grad = replay.seen[node.name][3]
         if requires_grad != meta.requires_grad and meta.shape is not None and not meta.inplace:
             raise CaptureError(
@@ -182,13 +182,11 @@ def _check_modes(recording: Recording, replay: Replay) -> None:
 def _fill(recording: Recording, replay: Replay) -> None:
     """Fill in shapes and FLOPs of the example."""
     for node in recording.ops:
-        node.meta["flops"] = replay.flops.get(node.name, 0)
-        if node.op == "output" or node.name not in replay.seen:
-            continue
-        meta: OpMeta = node.meta["op"]
-        shape, dtype, nbytes, _ = replay.seen[node.name]
-        if meta.shape is not None:
-            node.meta["op"] = dataclasses.replace(meta, shape=shape, dtype=dtype, nbytes=nbytes)
+        op = dataclasses.replace(op_of(node), flops=replay.flops.get(node.name, 0))
+        if op.shape is not None and node.name in replay.seen:
+            shape, dtype, size, _ = replay.seen[node.name]
+            op = dataclasses.replace(op, shape=shape, dtype=dtype, output_bytes=size)
+        set_op(node, op)
 
 
 def _refusal(

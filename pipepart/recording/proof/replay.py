@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipepart.errors import CaptureError
 from pipepart.recording.execution.emit import executable
-from pipepart.recording.execution.ops_run import where_is
 from pipepart.recording.model_state import state
+from pipepart.recording.op import where_is
 from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
 from pipepart.recording.recording import Recording

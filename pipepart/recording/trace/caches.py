@@ -1,8 +1,8 @@
-"""Functions that remember their results (``functools.lru_cache``, ``cache``) and are called with sizes.
+"""Cached functions (``functools.lru_cache``, ``cache``) that are called with sizes.
 
-A hit gives back what an earlier call computed, so sizes would be baked in. While a model is recorded such a function
-is called anew for tracked numbers, and its cache keeps none of them. It is found by looking, from the frame that uses a
-tracked number as a key, at what this frame can call.
+A hit returns the result of an earlier call, so that sizes would become constants. While a model is recorded, such a
+function computes anew for tracked numbers, and its cache keeps none of them. It is found from the frame that uses a
+tracked number as a key, among the functions that this frame can call.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import gc
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipepart.recording.trace.arguments import has_tracked, unwrap
 from pipepart.recording.trace.failures import NotRecordable
 from pipepart.recording.trace.symbols import Tracked
+from pipepart.recording.trace.tensors import has_tracked, unwrap
 
 if TYPE_CHECKING:
     from pipepart.recording.trace.recorder import Recorder
 
-__all__ = ["CachedFunction", "bypassed", "cached_in", "forget"]
+__all__ = ["CachedFunction", "cached_in", "forget"]
 
 _CACHED: Any = type(functools.lru_cache(lambda: None))
 _ABSENT = object()
 _DEPTH = 3
-"""How many attributes a call may be away from a variable: ``package.file.function(n)``."""
+"""Largest number of attributes between a variable and a call: ``package.file.function(n)``."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +36,28 @@ class CachedFunction:
 
     function: Any
     value: Any
-    """What the place holds: the function itself, or a static method of it."""
-    write: Callable[[Any], None]
+    """Object at the place: the function itself, or a static or class method of it."""
+    holder: Any
+    """Namespace, cell, object or class with the place."""
+    name: str
 
-    def replace(self, call: Callable[..., Any]) -> None:
-        """Let the place refer to another function."""
-        self.write(call if self.value is self.function else type(self.value)(call))
-
-    def put_back(self) -> None:
-        """Let the place refer to the cached function again."""
-        self.write(self.value)
+    def replacement(self, recorder: Recorder) -> tuple[Any, str, Any]:
+        """Return the patch under which calls of the function with tracked numbers compute anew."""
+        call = _anew(recorder, self.function)
+        return self.holder, self.name, call if self.value is self.function else type(self.value)(call)
 
 
 def cached_in(frame: types.FrameType) -> list[CachedFunction]:
-    """The cached functions that the code of a frame can call by name."""
+    """Return the cached functions that the code of a frame can call by name."""
     if str(frame.f_globals.get("__name__", "")).startswith("pipepart.recording."):
         return []
     code, found = frame.f_code, []
     names = set(code.co_names)
     for name in names:
         if name in frame.f_globals:
-            found += _cached(frame.f_globals[name], functools.partial(frame.f_globals.__setitem__, name))
+            found += _cached(frame.f_globals[name], frame.f_globals, name)
     for cell in _cells(frame):
-        found += _cached(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+        found += _cached(cell.cell_contents, cell, "cell_contents")
     level = [frame.f_globals[name] for name in names if name in frame.f_globals] + list(frame.f_locals.values())
     seen: set[int] = set()
     for _ in range(_DEPTH):
@@ -71,14 +69,14 @@ def cached_in(frame: types.FrameType) -> list[CachedFunction]:
             for name in names:
                 holder, value = _attribute(owner, name)
                 if value is not _ABSENT:
-                    found += _cached(value, functools.partial(setattr, holder, name))
+                    found += _cached(value, holder, name)
                     following.append(value)
         level = following
     return found
 
 
 def _cells(frame: types.FrameType) -> Iterator[Any]:
-    """The cells of variables of enclosing functions: those of the function that runs in the frame."""
+    """Yield the cells of variables of enclosing functions of the function that runs in the frame."""
     names = frame.f_code.co_freevars
     if not any(type(frame.f_locals.get(name)) is _CACHED for name in names):
         return
@@ -93,7 +91,7 @@ def _cells(frame: types.FrameType) -> Iterator[Any]:
 
 
 def _attribute(owner: Any, name: str) -> tuple[Any, Any]:
-    """Where an attribute is kept (the object, its class or a base of it) and its value, without calling anything."""
+    """Return the holder of an attribute (the object, its class or a base) and its value, without calling anything."""
     holders = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
     for holder in holders:
         attributes = _names(holder)
@@ -109,13 +107,13 @@ def _names(holder: Any) -> Any:
         return {}
 
 
-def _cached(value: Any, write: Callable[[Any], None]) -> list[CachedFunction]:
+def _cached(value: Any, holder: Any, name: str) -> list[CachedFunction]:
     function = value.__func__ if type(value) in (staticmethod, classmethod) else value
-    return [CachedFunction(function, value, write)] if type(function) is _CACHED else []
+    return [CachedFunction(function, value, holder, name)] if type(function) is _CACHED else []
 
 
 def forget(functions: Sequence[CachedFunction]) -> None:
-    """Clear the caches that a recorded run has put tracked numbers into."""
+    """Clear the caches that hold tracked numbers of a recorded run."""
     for function in {id(item.function): item.function for item in functions}.values():
         keys = [key for part in gc.get_referents(function) if type(part) is dict for key in part]
         if any(_holds_tracked(key) for key in keys):
@@ -126,28 +124,17 @@ def _holds_tracked(key: Any) -> bool:
     return isinstance(key, Tracked) or (isinstance(key, (tuple, list)) and any(_holds_tracked(item) for item in key))
 
 
-@contextmanager
-def bypassed(recorder: Recorder, functions: Sequence[CachedFunction]) -> Iterator[None]:
-    """Calls of these cached functions with tracked numbers compute anew."""
-    for place in functions:
-        place.replace(_anew(recorder, place.function))
-    try:
-        yield
-    finally:
-        for place in functions:
-            place.put_back()
-
-
 def _anew(recorder: Recorder, function: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.recording or recorder.frames or not has_tracked((args, kwargs)):
+        if recorder.builder.idle or not has_tracked((args, kwargs)):
             return function(*unwrap(args), **unwrap(kwargs))
         known = len(recorder.facts)
         result = function.__wrapped__(*args, **kwargs)
         if any(fact.random for fact in itertools.islice(recorder.facts.values(), known, None)):
             raise NotRecordable(
                 f"{getattr(function, '__qualname__', 'a function')} is cached (functools.lru_cache) and draws random "
-                f"numbers, in {recorder.here()}: the model keeps the first draw for each size. Draw them once, into a buffer"
+                f"numbers, in {recorder.builder.here()}: the model keeps the first draw for each size. Draw them once, "
+                "into a buffer"
             )
         return result
 

@@ -1,26 +1,44 @@
-"""Settings of the process that a model switches around some of its ops: which attention kernels are allowed and the like.
+"""Contexts that ops run in: gradient settings of the process, regions of activation checkpointing, lines of the user.
 
-They are read at every op and kept for it, as gradient mode and autocast are. Two other contexts cannot be kept and are
-refused by name: hooks on saved tensors, and seeding torch's random numbers.
+Settings such as the allowed attention kernels are read at every op and kept for it, as gradient mode and autocast are.
+
+The ops of a checkpointed region are recorded one by one, so that cuts may fall between them, and each op keeps its
+region. An executable graph or chunk puts consecutive ops of one region back under ``torch.utils.checkpoint``, so the
+memory that the user saved stays saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import importlib
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
+import numpy as np
 import torch
+import torch.fx as fx
+from torch.utils.checkpoint import checkpoint
 
-from pipepart.recording.trace.failures import NotRecordable
+from pipepart.recording.op import op_of
 
-if TYPE_CHECKING:
-    from pipepart.recording.trace.recorder import Recorder
-
-__all__ = ["contexts_refused", "set_switches", "switches"]
+__all__ = [
+    "Checkpoint",
+    "Recomputed",
+    "autocast_state",
+    "outside_rng",
+    "regions_of",
+    "set_switches",
+    "settings_of",
+    "switches",
+    "user_line",
+]
 
 _cuda: Any = torch.backends.cuda
-_graph: Any = torch.autograd.graph
+_module: Any = importlib.import_module("torch.utils.checkpoint")
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
@@ -33,12 +51,12 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 def switches() -> tuple[Any, ...]:
-    """How the settings are now."""
+    """Return the current settings of the process."""
     return tuple(read() for read, _ in _SWITCHES)
 
 
 def set_switches(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Switch to these settings; returns what was set before."""
+    """Switch to these settings and return those before."""
     before = switches()
     for (_, write), old, new in zip(_SWITCHES, before, values):
         if old != new:
@@ -46,37 +64,88 @@ def set_switches(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return before
 
 
-@contextmanager
-def contexts_refused(recorder: Recorder) -> Iterator[None]:
-    """What a recording cannot keep is refused where the model begins it."""
-    enter, seed = _graph.saved_tensors_hooks.__enter__, torch.manual_seed
+def autocast_state() -> tuple[Any, ...]:
+    """Return the device and dtype of each autocast that is on."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
 
-    def patched_enter(hooks: Any) -> Any:
-        if recorder.recording and not recorder.frames:
-            if not isinstance(hooks, _graph.save_on_cpu):
-                raise NotRecordable(
-                    f"torch.autograd.graph.{type(hooks).__name__} in {recorder.here()}: hooks on saved tensors may change "
-                    "gradients, and are not part of the graph. Put these layers into a submodule, which is then one op"
-                )
-            note = f"save_on_cpu in {recorder.here()}: not kept, saved tensors stay on the device"
-            recorder.notes += [note] if note not in recorder.notes else []
-        return enter(hooks)
 
-    def patched_seed(value: Any) -> Any:
-        if recorder.recording and not recorder.frames:
-            raise NotRecordable(
-                f"torch.manual_seed in {recorder.here()}: a recorded call seeds nothing. Draw these numbers once, into a "
-                "buffer, or put this part into a submodule, which is then one op"
-            )
-        return seed(value)
+def outside_rng() -> tuple[Any, ...]:
+    """Return the states of the random generators outside torch: those of Python and numpy."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, *rest = numpy_state
+    return random.getstate(), name, keys.tobytes(), position, tuple(rest)
 
-    homes: tuple[Any, ...] = (torch, torch.random)
-    _graph.saved_tensors_hooks.__enter__ = patched_enter
-    for home in homes:
-        home.manual_seed = patched_seed
-    try:
-        yield
-    finally:
-        _graph.saved_tensors_hooks.__enter__ = enter
-        for home in homes:
-            home.manual_seed = seed
+
+_TORCH = str(torch.__path__[0])
+_HERE = __file__.rpartition("/trace/")[0]
+
+
+def user_line() -> str:
+    """Return file and line of the innermost frame that belongs neither to torch nor to this package."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        short = _user_files.get(name)
+        if short is None:
+            ours = name.startswith((_TORCH, _HERE, "<"))
+            short = _user_files[name] = "" if ours else name.rpartition("/")[2]
+        if short:
+            return f"{short}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+_user_files: dict[str, str] = {}
+"""Short names of files seen in frames; empty for files of torch and of this package."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpointed region of a model: the options of its ``torch.utils.checkpoint`` call."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_OPTIONS = tuple(
+    parameter.name
+    for parameter in inspect.signature(_module._checkpoint_without_reentrant_generator).parameters.values()
+    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+)[1:]
+"""Options that torch passes to its generator between the function and the arguments of the function."""
+
+
+def settings_of(args: Sequence[Any]) -> Checkpoint:
+    """Return the region of a call of torch's generator, from the arguments after the function."""
+    return Checkpoint(dict(zip(_OPTIONS, args)))
+
+
+class Recomputed:
+    """Part of a graph that is run again in backward, so that autograd saves nothing inside it."""
+
+    def __init__(self, body: Callable[..., Any], region: Checkpoint, whole: bool):
+        self.body = body
+        self.options = dict(region.options)
+        if whole and "early_stop" in _OPTIONS:  # autocast regions must be left as they were entered
+            self.options["early_stop"] = False
+
+    def __call__(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.body(*args)
+        return checkpoint(self.body, *args, use_reentrant=False, **self.options)
+
+
+def regions_of(nodes: Iterable[fx.Node], depth: int) -> Iterator[tuple[int | None, list[fx.Node]]]:
+    """Yield consecutive nodes of one region at this depth of nesting, in order; None stands for no region.
+
+    Nodes of which none requires a gradient save nothing and count as outside.
+    """
+    for region, run in groupby(nodes, lambda node: _region(node, depth)):
+        members = list(run)
+        yield region if any(op_of(node).requires_grad for node in members) else None, members
+
+
+def _region(node: fx.Node, depth: int) -> int | None:
+    regions = op_of(node).checkpoint
+    return regions[depth] if depth < len(regions) else None

@@ -1,32 +1,23 @@
-"""What is seen of an op while it is recorded."""
+"""Working notes of the recorder on each node, and the description of ops that is made of them."""
 
 from __future__ import annotations
 
-import random
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx as fx
 
-__all__ = [
-    "Fact",
-    "autocast_state",
-    "gradient_edge",
-    "is_same_memory",
-    "outside_rng",
-    "reached",
-    "storage_of",
-    "user_line",
-    "version_of",
-]
+from pipepart.recording.fingerprint import target_name
+from pipepart.recording.op import OpMeta, set_op
+from pipepart.recording.trace import intrinsics
+
+__all__ = ["Fact", "annotate"]
 
 
 @dataclass
 class Fact:
-    """What was seen when a node was recorded."""
+    """Working notes of the recorder on one node. Fields with the name of a field of `OpMeta` become that field."""
 
     module: str = ""
     module_class: str = ""
@@ -34,116 +25,99 @@ class Fact:
     tensor: torch.Tensor | None = None
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
-    nbytes: int = 0
+    output_bytes: int = 0
     requires_grad: bool = False
     number: Any = None
+    """The value, if it is a Python number."""
     varies: bool = False
+    """Whether the value may differ from call to call."""
     random: bool = False
     chance: bool = False
-    """Comes from random numbers alone: no input and no parameter has a part in it."""
-    dynamic: bool = False
+    """Whether the value is made of random numbers alone, without inputs and parameters."""
+    dynamic_shape: bool = False
     stateful: bool = False
     from_data: bool = False
+    """Whether the value, or the decision, was read from the contents of a tensor."""
     grad_mode: bool = True
     autocast: tuple[Any, ...] = ()
     switches: tuple[Any, ...] = ()
-    """Settings of the process, if they differ from those around the recording."""
     reads: set[Any] = field(default_factory=set)
     writes: set[Any] = field(default_factory=set)
     mutates: set[Any] = field(default_factory=set)
     differentiates: set[fx.Node] = field(default_factory=set)
     rows: tuple[tuple[int, ...], ...] = ()
     checkpoint: tuple[int, ...] = ()
-    """The regions of activation checkpointing that it is in, the outermost first."""
 
 
-def storage_of(tensor: torch.Tensor) -> Any:
-    """A key that tensors share if they share memory."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return ("object", id(tensor))
+_HEAVY = ("matmul", "bmm", "mm", "linear", "conv", "einsum", "attention", "baddbmm", "addmm", "__matmul__", "cdist")
+_HEAVY_WORK = 1 << 24
+"""Products of more multiply-adds than this are sent and not computed again in each chunk."""
 
 
-def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same elements of the same memory."""
-    if a is b:
-        return True
-    alike = (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and a.layout == b.layout == torch.strided
-    return alike and (storage_of(a), a.storage_offset(), a.stride()) == (storage_of(b), b.storage_offset(), b.stride())
+def annotate(graph: fx.Graph, facts: dict[fx.Node, Fact]) -> None:
+    """Describe all nodes of a recorded graph by an `OpMeta` each, made of the notes on them."""
+    nodes = list(graph.nodes)
+    known, replicable = set(nodes), _replicable(nodes, facts)
+    for node in nodes:
+        fact = facts[node]
+        same = {name: getattr(fact, name) for name in _SAME}
+        same = {name: frozenset(value) if isinstance(value, set) else value for name, value in same.items()}
+        same["differentiates"] &= known
+        is_number = fact.number is not None
+        computes = not is_number and node.target not in (intrinsics.check, intrinsics.changed)
+        set_op(node, OpMeta(**same, is_number=is_number, computes=computes, replicable=node in replicable))
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return 0 if tensor.is_inference() else tensor._version
+_SAME = tuple({item.name for item in fields(OpMeta)} & {item.name for item in fields(Fact)})
 
 
-def autocast_state() -> tuple[Any, ...]:
-    """The autocast settings that ops see now."""
-    return tuple(
-        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    )
+def _replicable(nodes: list[fx.Node], facts: dict[fx.Node, Fact]) -> set[fx.Node]:
+    """Return the ops that every chunk may compute for itself.
+
+    They are cheap and made of inputs, without parameters, random numbers and gradients. Changing memory in place is
+    allowed if all ops that touch this memory are of this kind.
+    """
+    good: set[fx.Node] = set()
+    banned: set[fx.Node] = set()
+    touching: dict[Any, list[fx.Node]] = {}
+    last: dict[Any, int] = {}
+    for i, node in enumerate(nodes):
+        for storage in facts[node].reads | facts[node].writes:
+            touching.setdefault(storage, []).append(node)
+        for storage in facts[node].mutates:
+            last[storage] = i
+    positions = {node: i for i, node in enumerate(nodes)}
+    while True:
+        good.clear()
+        for node in nodes:
+            if _is_good(node, facts, good) and node not in banned:
+                good.add(node)
+        spoiled: set[fx.Node] = set()
+        for storage, end in last.items():
+            members = [node for node in touching[storage] if positions[node] <= end]
+            if any(node not in good or node.op in ("placeholder", "get_attr") for node in members):
+                spoiled.update(node for node in members if node.op not in ("placeholder", "get_attr"))
+        if spoiled <= banned:
+            return {node for node in good if node.op not in ("placeholder", "get_attr")}
+        banned |= spoiled
 
 
-def outside_rng() -> tuple[Any, ...]:
-    """The states of the random numbers that torch does not know: Python's and numpy's."""
-    numpy_state: Any = np.random.get_state(legacy=True)
-    name, keys, position, *rest = numpy_state
-    return random.getstate(), name, keys.tobytes(), position, tuple(rest)
+def _is_good(node: fx.Node, facts: dict[fx.Node, Fact], good: set[fx.Node]) -> bool:
+    fact = facts[node]
+    if node.op in ("placeholder", "get_attr"):
+        return not fact.requires_grad
+    if node.op not in ("call_function", "call_method") or fact.random or fact.requires_grad or fact.stateful:
+        return False
+    if node.target in (intrinsics.check, intrinsics.method_of, intrinsics.set_attribute) or hasattr(
+        node.target, "stable_name"
+    ):
+        return False
+    if any(heavy in target_name(node.target) for heavy in _HEAVY) and _work(node, facts) > _HEAVY_WORK:
+        return False
+    return all(source in good for source in node.all_input_nodes)
 
 
-_TORCH = str(torch.__path__[0])
-_HERE = __file__.rpartition("/trace/")[0]
-
-
-def user_line() -> str:
-    """File and line of the innermost frame that belongs neither to torch nor to us."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        short = _user_files.get(name)
-        if short is None:
-            ours = name.startswith((_TORCH, _HERE, "<"))
-            short = _user_files[name] = "" if ours else name.rpartition("/")[2]
-        if short:
-            return f"{short}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-_user_files: dict[str, str] = {}
-"""Files seen in frames: the short name of a user's file, nothing for one of torch or ours."""
-
-
-def gradient_edge(tensor: torch.Tensor) -> Any:
-    """Where gradients of a tensor go in autograd's graph; None for a view that was made without gradients."""
-    try:
-        return torch.autograd.graph.get_gradient_edge(tensor)
-    except AssertionError:
-        return None
-
-
-def reached(outs: list[torch.Tensor], edges: dict[Any, fx.Node]) -> set[fx.Node]:
-    """Which inputs get a gradient from these outputs, by walking autograd's graph back to them."""
-    if not edges:
-        return set()
-    found: set[fx.Node] = set()
-    seen: set[Any] = set()
-    todo: list[Any] = []
-    for out in outs:
-        if not out.requires_grad or out.is_inference():
-            continue
-        if out.grad_fn is not None:
-            todo.append((out.grad_fn, out.output_nr))
-        elif (edge := gradient_edge(out)) is not None:
-            todo.append((edge.node, edge.output_nr))
-    while todo:
-        key = todo.pop()
-        if key in seen or key[0] is None:
-            continue
-        seen.add(key)
-        if key in edges:
-            found.add(edges[key])
-            continue
-        todo.extend(key[0].next_functions)
-    return found
+def _work(node: fx.Node, facts: dict[fx.Node, Fact]) -> int:
+    shapes = [shape for source in node.all_input_nodes if (shape := facts[source].shape)]
+    inner = max((shape[-1] for shape in shapes), default=1)
+    return (facts[node].output_bytes or 1) * inner

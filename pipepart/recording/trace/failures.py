@@ -1,4 +1,4 @@
-"""Why a part of a model cannot be written down as ops."""
+"""Reasons why a call cannot be recorded, and why a recording no longer holds."""
 
 from __future__ import annotations
 
@@ -6,31 +6,39 @@ from typing import Any
 
 from pipepart.errors import CaptureError
 
-__all__ = ["DataDependent", "DrawsOutside", "FromNumpy", "NotRecordable", "Unsettled"]
+__all__ = ["DataDependent", "DrawsOutside", "FromNumpy", "GuardError", "NotRecordable", "StateChanged", "Unsettled"]
+
+
+class GuardError(CaptureError):
+    """A value that the recording was specialised on has changed; recording again would work."""
+
+
+class StateChanged(GuardError):
+    """A place of the Python state that is an input of the graph no longer holds a number of the recorded type."""
 
 
 class NotRecordable(CaptureError):
-    """Something that cannot be written down as ops; keeping the module around it whole may help.
+    """A part of the model cannot be written as ops; keeping the module around it whole may help.
 
-    `also` are other modules that the same run found to have the same trouble, and what it is there.
+    `also` lists other modules in which the same run found the same problem, each with its message.
     """
 
     also: tuple[tuple[str, str], ...] = ()
 
 
 class DataDependent(NotRecordable):
-    """Python control flow (or a Python number) that depends on the contents of a tensor."""
+    """Python control flow, or a Python number, depends on the contents of a tensor."""
 
 
 class DrawsOutside(NotRecordable):
-    """Random numbers of Python or numpy: they are not in the graph. Which module draws them is found by a second run."""
+    """The model draws random numbers of Python or numpy, which are not in the graph. A second run finds the module."""
 
 
 class FromNumpy(NotRecordable):
-    """A tensor is made of what numpy computed. `function` made the array, if that is known: it can be kept whole."""
+    """A tensor is made of an array that numpy computed. `function` made the array, if known: it can be kept whole."""
 
     function: Any = None
 
 
 class Unsettled(NotRecordable):
-    """A call changes plain Python attributes of a module. If a second call does not, the first has only set it up."""
+    """A call changes plain Python attributes of a module. If a second call does not, the first one has set it up."""

@@ -1,7 +1,8 @@
-"""Functions that compute with numpy: found when what they return becomes a tensor, and kept as one op each.
+"""Functions that are one op each: those that compute with numpy, those of einops, and some of other libraries.
 
 A mask that numpy draws (SpecAugment) is not in the graph. If a function of a file made the array, the call of that
-function can be: it is run again at every step, on the sizes and tensors of that step.
+function can be in the graph: it is run again at every step, on the sizes and tensors of that step. Such a function is
+found when its array becomes a tensor.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pipepart.recording.trace.arguments import unwrap
+from pipepart.recording.trace.tensors import tensors_in, unwrap
 
 if TYPE_CHECKING:
     from pipepart.recording.trace.recorder import Recorder
 
-__all__ = ["calls_kept_whole", "enclosing_function", "library_functions", "places_of", "watch_makers"]
+__all__ = ["enclosing_function", "library_functions", "places_of", "replacements", "watch_makers"]
 
 _OURS = ("torch.", "numpy.", "pipepart.", "builtins.")
 
 
 @contextmanager
 def watch_makers(makers: dict[int, Any], kept: list[Any]) -> Iterator[None]:
-    """Note which function of a file returned which numpy array; of nested ones the outermost."""
+    """Note the function of a file that returned each numpy array; of nested functions the outermost."""
 
     def seen(frame: types.FrameType, event: str, value: Any) -> None:
         if event == "return" and type(value).__module__ == "numpy" and hasattr(value, "shape"):
@@ -42,7 +43,7 @@ def watch_makers(makers: dict[int, Any], kept: list[Any]) -> Iterator[None]:
 
 
 def enclosing_function() -> Any:
-    """The innermost function of a file that the recorded call is in now (methods and local functions do not count)."""
+    """Return the innermost running function of a file (methods and local functions do not count), or None."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "pipepart.recording.trace.runs":
         function = _function_of(frame)
@@ -61,57 +62,82 @@ def _function_of(frame: types.FrameType) -> Any:
 
 
 def places_of(functions: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """All variables of imported files that hold one of these functions of a library, under their own names."""
+    """Return all variables of imported files that hold one of these functions of a library, under their own names."""
     key = tuple(functions)
     if _places.get(key, (0, []))[0] != len(sys.modules):
-        spaces = {id(module): getattr(module, "__dict__", None) for module in list(sys.modules.values())}
-        found = [
-            (names, name)
-            for names in spaces.values()
-            if isinstance(names, dict)
-            for name, function in functions.items()
-            if names.get(name) is function
-        ]
-        _places[key] = len(sys.modules), found
+        _places[key] = len(sys.modules), _holding(functions)
     return [(names, name) for names, name in _places[key][1] if names.get(name) is functions[name]]
 
 
+def _holding(functions: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    spaces = {id(module): getattr(module, "__dict__", None) for module in list(sys.modules.values())}
+    return [
+        (names, name)
+        for names in spaces.values()
+        if isinstance(names, dict)
+        for name, function in functions.items()
+        if names.get(name) is function
+    ]
+
+
 _places: dict[tuple[str, ...], tuple[int, list[tuple[dict[str, Any], str]]]] = {}
-"""What `places_of` has found, and how many files were imported then."""
+"""Results of `places_of`, with the number of files that were imported then."""
 
 
 _LIBRARIES = {"torch_geometric.utils._scatter": ("scatter",), "torch_geometric.utils._softmax": ("softmax",)}
-"""Functions that read from the values of a tensor how many groups there are, and are one op for that."""
+"""Functions that read the number of groups from the contents of a tensor, and are one op each for this reason."""
 
 
 def library_functions() -> list[Any]:
-    """The functions of libraries that are kept whole, of those libraries that are in use."""
+    """Return the functions that are kept whole of the libraries that are in use."""
     modules = [(sys.modules.get(file), names) for file, names in _LIBRARIES.items()]
     return [getattr(module, name) for module, names in modules if module for name in names if hasattr(module, name)]
 
 
-@contextmanager
-def calls_kept_whole(recorder: Recorder, functions: Collection[Any]) -> Iterator[None]:
-    """Calls of these functions are one op each, wherever their files have been imported."""
-    saved: list[tuple[dict[str, Any], str, Any]] = []
+def replacements(recorder: Recorder, functions: Collection[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the patches under which calls of these functions, and of those of einops, are one op each.
+
+    A patch is a namespace, a name in it and the new value. Functions are found wherever they have been imported.
+    """
     for function in functions:
-        name = str(function.__name__)
-        for module in list(sys.modules.values()):
-            names: Any = getattr(module, "__dict__", None)
-            if isinstance(names, dict) and names.get(name) is function:
-                saved.append((names, name, function))
-                names[name] = _recorded(recorder, function)
-    try:
-        yield
-    finally:
-        for names, known_as, original in saved:
-            names[known_as] = original
+        for names, name in _holding({str(function.__name__): function}):
+            yield names, name, _recorded(recorder, function)
+    einops: Any = sys.modules.get("einops")
+    if einops is not None:
+        originals = {name: getattr(einops, name) for name in _EINOPS if hasattr(einops, name)}
+        calls = {name: _einops_call(recorder, name, function) for name, function in originals.items()}
+        for names, name in places_of(originals):
+            if not str(names.get("__name__")).startswith("einops."):
+                yield names, name, calls[name]
 
 
 def _recorded(recorder: Recorder, function: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.recording or recorder.frames:
+        if recorder.builder.idle:
             return function(*unwrap(args), **unwrap(kwargs))
         return recorder.run_whole(function, "call_function", function, args, kwargs)
 
     return call
+
+
+_EINOPS = ("rearrange", "reduce", "repeat", "einsum", "pack", "unpack")
+
+
+def _einops_call(recorder: Recorder, name: str, function: Any) -> Callable[..., Any]:
+    """Return a function of einops as one op, which is called again at every step with the sizes of that step."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if recorder.builder.idle or not tensors_in((args, kwargs)):
+            return function(*unwrap(args), **unwrap(kwargs))
+        out = recorder.run_whole(function, "call_function", function, args, kwargs, closed=True)
+        return (out[0], _packed(args, kwargs)) if name == "pack" else out
+
+    return call
+
+
+def _packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the shapes that ``pack`` returns, read from its tensors so that their sizes are tracked."""
+    given = dict(zip(("tensors", "pattern"), args)) | kwargs
+    axes = given["pattern"].split()
+    before, after = axes.index("*"), len(axes) - axes.index("*") - 1
+    return [tensor.shape[before : len(tensor.shape) - after] for tensor in given["tensors"]]

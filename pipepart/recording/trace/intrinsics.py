@@ -1,14 +1,15 @@
-"""The few functions of our own that a recorded graph may call."""
+"""Functions of this package that a recorded graph may call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from pipepart.recording.recording import GuardError
+from pipepart.recording.op import op_of
+from pipepart.recording.trace.failures import GuardError
 
 __all__ = [
     "apply_function",
@@ -16,6 +17,7 @@ __all__ = [
     "changed",
     "check",
     "dropout_rate",
+    "failing_check",
     "method_of",
     "opaque_function",
     "set_attribute",
@@ -23,7 +25,7 @@ __all__ = [
 
 
 def check(value: Any, expected: Any, text: str) -> None:
-    """Stop if a value that the graph was specialised on is not what it was when the graph was recorded."""
+    """Raise a `GuardError` if a value that the graph was specialised on differs from its value in the recorded run."""
     got = value.tolist() if isinstance(value, torch.Tensor) and not isinstance(expected, bool) else value
     if isinstance(expected, bool):
         got = bool(value)
@@ -32,12 +34,12 @@ def check(value: Any, expected: Any, text: str) -> None:
 
 
 def dropout_rate(rate: float, training: bool) -> float:
-    """The dropout rate of a fused attention call in the current mode."""
+    """Return the dropout rate of a fused attention call in the current mode."""
     return rate if training else 0.0
 
 
 def changed(tensor: Any, mutation: Any) -> Any:
-    """`tensor` after an op has changed its memory: the same tensor, but it depends on that op."""
+    """Return `tensor` itself. In the graph, the node depends on the op that has changed the memory of the tensor."""
     return tensor
 
 
@@ -47,7 +49,7 @@ def call_object(obj: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def method_of(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of a module that has state of its own (a metric)."""
+    """Call a method of a module with its own state, such as a metric."""
     return getattr(module, name)(*args, **kwargs)
 
 
@@ -62,9 +64,9 @@ _functions: dict[Any, Callable[..., Any]] = {}
 
 
 def apply_function(kind: Any) -> Callable[..., Any]:
-    """The ``apply`` of a custom autograd function as a plain function with a stable name.
+    """Return the ``apply`` of a custom autograd function as a plain function with a stable name.
 
-    It is torch's own: an ``apply`` that the class defines has had its say when the arguments were recorded.
+    This is the ``apply`` of torch: one that the class defines has already run when the arguments were recorded.
     """
     if kind not in _functions:
         whole: Any = torch.autograd.Function.__dict__["apply"].__get__(None, kind)
@@ -79,7 +81,7 @@ def apply_function(kind: Any) -> Callable[..., Any]:
 
 
 def opaque_function(function: Any, name: str) -> Callable[..., Any]:
-    """A callable that fx cannot name (a scripted function, a wrapper of a compiled one) as a plain function."""
+    """Return a callable that fx cannot name (such as a scripted function) as a plain function with a stable name."""
     key = (function, name)
     if key not in _functions:
 
@@ -90,3 +92,26 @@ def opaque_function(function: Any, name: str) -> Callable[..., Any]:
         call.stable_name = name  # type: ignore[attr-defined]
         _functions[key] = call
     return _functions[key]
+
+
+def failing_check(graph: fx.Graph, leaves: Sequence[Any]) -> str | None:
+    """Return the message of the first failing check among those that depend only on sizes and numbers of the inputs."""
+    known: dict[fx.Node, Any] = {}
+    rest = iter(leaves)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            known[node] = next(rest)
+        elif node.op in ("call_function", "call_method") and node.all_input_nodes:
+            if any(source not in known for source in node.all_input_nodes):
+                continue
+            if node.target is not check and not op_of(node).is_number:
+                continue
+            args = fx.map_arg(node.args, lambda source: known[source])
+            if isinstance(args[0], torch.Tensor) and node.target not in ("size", "numel", "stride"):
+                continue
+            try:
+                call = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+                known[node] = call(*args[1:]) if node.op == "call_method" else call(*args)
+            except GuardError as error:
+                return str(error)
+    return None

@@ -1,11 +1,10 @@
-"""Run a model eagerly and write down every torch-level call as a node of an fx graph."""
+"""Recorder of one run: the model runs eagerly, and every torch-level call becomes a node of an fx graph."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +15,22 @@ from torch.overrides import TorchFunctionMode
 
 from pipepart.recording.model_state.places import Guards
 from pipepart.recording.trace import intrinsics, ops
-from pipepart.recording.trace.arguments import has_tensor, tensors_in, unwrap
-from pipepart.recording.trace.facts import gradient_edge, is_same_memory, outside_rng, reached, storage_of, version_of
+from pipepart.recording.trace.contexts import outside_rng
 from pipepart.recording.trace.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable
 from pipepart.recording.trace.functions import enclosing_function
-from pipepart.recording.trace.graph_recorder import GraphRecorder, unseen
-from pipepart.recording.trace.naming import name_of
-from pipepart.recording.trace.state_numbers import fixed_sizes
+from pipepart.recording.trace.graph_builder import Frame, GraphBuilder, unseen
+from pipepart.recording.trace.numbers import NumberRecorder
+from pipepart.recording.trace.symbols import fixed_sizes
+from pipepart.recording.trace.tensors import (
+    gradient_edge,
+    has_tensor,
+    is_same_memory,
+    reached,
+    storage_of,
+    tensors_in,
+    unwrap,
+    version_of,
+)
 
 __all__ = ["RecordMode", "Recorder"]
 
@@ -39,60 +47,56 @@ class RecordMode(TorchFunctionMode):
 
 
 def _plain(tensors: list[torch.Tensor]) -> bool:
-    """Whether no tensor is of a class that has its own idea of torch functions."""
+    """Return whether no tensor is of a class that overrides torch functions."""
     return all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
 
 
-def _joined(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What was known before a call of some inputs and of others."""
-    return a[0] + b[0], {**a[1], **b[1]}, a[2] + b[2]
+_INSIDE = Frame(set(), "")
 
 
-@dataclass
-class _Frame:
-    """A module or function that is run whole: what it may touch."""
+class Recorder:
+    """Records the calls of one run: torch functions one by one, and calls that are kept whole.
 
-    tensors: set[int]
-    prefix: str | None
-    borrowed: dict[str, torch.Tensor] | None = None
-    """Parameters and buffers that it uses without owning them, if it may."""
-
-
-_INSIDE = _Frame(set(), "")
-
-
-class Recorder(GraphRecorder):
-    """One recorded run: every call of torch becomes a node, with what is known of it.
-
-    `whole` names modules to keep as one op; `guards` allows to specialise on data (with a check in the graph).
+    The `builder` makes the nodes, and `numbers` records Python numbers. `whole` names modules to keep as one op;
+    `guards` allows Python to decide by data, with a check in the graph; `fake` tensors have no contents.
     """
 
     def __init__(self, root: nn.Module, names: Any, whole: frozenset[str], guards: bool, fake: bool = False):
-        super().__init__(root, names)
-        self.whole, self.guards, self.fake = whole, guards, fake
-        self.frames: list[_Frame] = []
-        self.recording = True
-        self.failed_in: list[str] | None = None
-        self.watching = False  # whether each module is asked if it draws random numbers outside torch
-        self.drawn: Any = None  # the state of those random numbers, as far as ops that are kept whole account for it
+        self.builder = GraphBuilder(root, names)
+        self.numbers = NumberRecorder(self.builder, guards)
+        self.graph, self.facts, self.constants = self.builder.graph, self.builder.facts, self.builder.constants
+        self.values, self.mutations = self.builder.values, self.builder.mutations
+        self.frames, self.tensor_names = self.builder.frames, self.builder.tensor_names
+        self.whole, self.fake = whole, fake
+        self.failed_in: list[str] | None = None  # paths of the modules that were running when the run failed
+        self.watching = False  # whether each module is checked for draws of random numbers outside torch
+        self.drawn: Any = None  # the state of those random numbers after the last call that was kept whole
         self.has_state = False  # whether numbers of the user's Python state are inputs of the graph
         self.guards_of_state = Guards()
         self.notes: list[str] = []
         self.rng_state: torch.Tensor | None = None  # of torch, after the last op
         self.leaf_edges: dict[int, tuple[Any, int]] = {}
-        self.makers: dict[int, Any] = {}  # the function that returned a numpy array, by the identity of the array
+        self.makers: dict[int, Any] = {}  # the function that returned each numpy array, by identity of the array
+
+    def note(self, text: str) -> None:
+        """Add a note for the user, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     # ---------------------------------------------------------------- calls
 
     def torch_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One torch function or tensor method that the running model calls."""
+        """Run and record one torch function or tensor method that the model calls.
+
+        Calls that are not ops, that read data or that cannot be recorded are sorted out first; the rest are ops.
+        """
         plain_args, plain_kwargs = unwrap(args), unwrap(kwargs)
-        if not self.recording:
+        if not self.builder.recording:
             return func(*plain_args, **plain_kwargs)
         if self.frames:
             self._check_inside(args, kwargs)
             return func(*plain_args, **plain_kwargs)
-        name = name_of(func)
+        name = ops.name_of(func)
         if name in ops.NOT_OPS or name == "_set_grad_enabled":
             return func(*plain_args, **plain_kwargs)
         if self.has_state and name not in ops.ARITHMETIC:
@@ -104,41 +108,47 @@ class Recorder(GraphRecorder):
         if name == "__set__" and getattr(func.__self__, "__name__", "") not in ("requires_grad", "grad"):
             if func.__self__.__name__ == "data" and is_same_memory(args[0], args[1]):
                 return None  # `module.to(device)` where the module is there already
-            raise NotRecordable(f"assignment to Tensor.{func.__self__.__name__} in {self.here()}")
+            raise NotRecordable(f"assignment to Tensor.{func.__self__.__name__} in {self.builder.here()}")
         if func is torch.autograd.grad or func is torch.autograd.backward or name == "backward":
-            raise NotRecordable(f"{name} is called while the model runs, in {self.here()}")
+            raise NotRecordable(f"{name} is called while the model runs, in {self.builder.here()}")
         if name in ops.DATA_READS:
-            return self._read_data(func, name, args, kwargs, plain_args, plain_kwargs)
+            return self.numbers.read_data(func, name, args, kwargs, plain_args, plain_kwargs)
         if name == "register_hook":
-            self.make("call_method", name, (self.node_of(args[0]), self.constant(args[1])), {})
+            tensor, hook = self.builder.node_of(args[0]), self.builder.constant(args[1])
+            self.builder.make("call_method", name, (tensor, hook), {})
             return func(*plain_args, **plain_kwargs)
         if name in ("unbind", "split", "chunk", "tensor_split") and self._is_dynamic(args):
-            raise DataDependent(f"{name} of a tensor whose shape depends on data, in {self.here()}")
+            raise DataDependent(f"{name} of a tensor whose shape depends on data, in {self.builder.here()}")
+        return self._op(func, name, args, kwargs, plain_args, plain_kwargs)
+
+    def _op(self, func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
+        """Run and record one op, or a call that gives a number."""
         inputs = tensors_in((args, kwargs))
         before = self._before(inputs)
-        self.frames.append(_INSIDE)  # what the op itself calls (the autograd function of a custom op) is part of it
+        self.frames.append(_INSIDE)  # calls inside the op (the autograd function of a custom op) are part of it
         try:
             out = func(*plain_args, **plain_kwargs)
         finally:
             self.frames.pop()
         if not has_tensor(out) and out is not None:
-            return self._number(name, args, kwargs, out)
+            return self.numbers.result(name, args, kwargs, out)
         if name in ("tensor", "as_tensor", "from_numpy") and args and type(args[0]).__module__ == "numpy":
             self._check_numpy(args[0])
-        self.known = {id(tensor): node for tensor, node in zip(inputs, before[2])}
-        node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs))
-        self.known = {}
+        builder = self.builder
+        builder.known = {id(tensor): node for tensor, node in zip(inputs, before[2])}
+        node_args, node_kwargs = builder.argument(tuple(args)), builder.argument(dict(kwargs))
+        builder.known = {}
         node_args, node_kwargs = self._follow_training(func, name, node_args, node_kwargs)
         if name in ops.OPERATORS and not node_kwargs and ops.tensor_method(func, name):
-            node = self.make("call_function", ops.OPERATORS[name], node_args, {})
+            node = builder.make("call_function", ops.OPERATORS[name], node_args, {})
         elif ops.tensor_method(func, name):
-            node = self.make("call_method", name, node_args, node_kwargs)
+            node = builder.make("call_method", name, node_args, node_kwargs)
         else:
-            node = self.make("call_function", func, node_args, node_kwargs)
+            node = builder.make("call_function", func, node_args, node_kwargs)
         fact = self.facts[node]
         fact.random = ops.is_random_name(name) and plain_kwargs.get("training") is not False
         fact.from_data = any(self.facts[n].from_data and self.facts[n].number is not None for n in node.all_input_nodes)
-        fact.dynamic = fact.from_data or self._shape_from_data(name, args, kwargs)
+        fact.dynamic_shape = fact.from_data or ops.shape_from_data(name, args, kwargs)
         if name in ("batch_norm", "instance_norm"):  # changes its running statistics without counting versions
             statistics = [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
             fact.mutates.update(storage_of(t) for t in statistics if isinstance(t, torch.Tensor))
@@ -161,17 +171,19 @@ class Recorder(GraphRecorder):
         closed: bool = False,
         borrows: bool = False,
     ) -> Any:
-        """Record a call without looking inside. What it touches must be among its arguments or below `prefix`.
+        """Record a call as one op. The tensors that it uses must be among its arguments or below `prefix`.
 
-        `closed` calls are known to touch nothing else: what they do is not watched. A call that `borrows` may use any
-        parameters and buffers of the model; the op has them as its argument ``uses``.
+        `closed` calls are known to use nothing else, so that the torch functions inside them are not watched. A call
+        that `borrows` may use any parameters and buffers of the model; the op has them as its argument ``uses``.
+        `lead` are arguments of the op before those of the call, and `own` are the buffers of the called module.
         """
         inputs = tensors_in((args, kwargs))
-        node_args, node_kwargs = self.argument(tuple(args)), self.argument(dict(kwargs))
+        node_args, node_kwargs = self.builder.argument(tuple(args)), self.builder.argument(dict(kwargs))
         state = own or []
         if self._draws_outside():
-            raise DrawsOutside(f"random numbers outside torch (Python's random or numpy) are drawn in {self.here()}")
-        frame = _Frame({id(t) for t in inputs}, prefix, {} if borrows else None)
+            where = self.builder.here()
+            raise DrawsOutside(f"random numbers outside torch (Python's random or numpy) are drawn in {where}")
+        frame = Frame({id(t) for t in inputs}, prefix, {} if borrows else None)
         self.frames.append(frame)
         try:
             before = self._before(inputs)
@@ -183,10 +195,11 @@ class Recorder(GraphRecorder):
             self.frames.pop()
         random = self._draws_outside() or random
         if frame.borrowed:
-            node_kwargs = {**node_kwargs, "uses": tuple(self.read_attribute(name) for name in frame.borrowed)}
+            node_kwargs = {**node_kwargs, "uses": tuple(map(self.builder.read_attribute, frame.borrowed))}
             more = list(frame.borrowed.values())
-            inputs, before = inputs + more, _joined(before, self._before(more))
-        node = self.make(op, target, tuple(lead) + node_args, node_kwargs)
+            versions, edges, nodes = self._before(more)
+            inputs, before = inputs + more, (before[0] + versions, {**before[1], **edges}, before[2] + nodes)
+        node = self.builder.make(op, target, tuple(lead) + node_args, node_kwargs)
         self.facts[node].stateful, self.facts[node].random = changed or stateful, random
         self._finish(node, inputs, before, out)
         return out
@@ -194,12 +207,12 @@ class Recorder(GraphRecorder):
     # ---------------------------------------------------------------- parts of a call
 
     def _draws_outside(self) -> bool:
-        """Whether random numbers outside torch were drawn since this was last asked (if modules are watched)."""
+        """Return whether random numbers outside torch were drawn since the last call of this, if modules are watched."""
         before, self.drawn = self.drawn, outside_rng() if self.watching else self.drawn
         return bool(before != self.drawn)
 
     def _drew(self) -> bool:
-        """Whether torch's random numbers are further on than after the last op; fake tensors draw none."""
+        """Return whether random numbers of torch were drawn since the last op; fake tensors draw none."""
         if self.fake:
             return False
         before, self.rng_state = self.rng_state, torch.default_generator.get_state()
@@ -207,12 +220,13 @@ class Recorder(GraphRecorder):
 
     @unseen
     def _before(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        """Return versions, edges of autograd's graph and nodes of the inputs of a call, before it runs."""
         edges = {}
-        nodes = [self._node_of(tensor) for tensor in inputs]
+        nodes = [self.builder.find(tensor) for tensor in inputs]
         for tensor, node in zip(inputs, nodes):
             if tensor.requires_grad and not tensor.is_inference():
                 edges[self._edge(tensor)] = node
-                base = tensor._base  # changed in place, a view hangs on the history of its base and no more on its own
+                base = tensor._base  # after a change in place, the history of a view is that of its base
                 if base is not None and base.requires_grad:
                     edges.setdefault(self._edge(base), node)
         if self.rng_state is None:
@@ -220,7 +234,7 @@ class Recorder(GraphRecorder):
         return [version_of(t) for t in inputs], edges, nodes
 
     def _edge(self, tensor: torch.Tensor) -> tuple[Any, int]:
-        """Where gradients of a tensor go in autograd's graph; of a parameter always the same."""
+        """Return the edge of autograd's graph for a tensor; that of a parameter never changes."""
         function = tensor.grad_fn
         if function is not None:
             return function, tensor.output_nr
@@ -235,6 +249,7 @@ class Recorder(GraphRecorder):
 
     @unseen
     def _finish(self, node: fx.Node, inputs: list[torch.Tensor], before: tuple[Any, ...], out: Any) -> None:
+        """Complete the notes on a call that has run, and bind its results."""
         versions, edges, nodes = before
         fact = self.facts[node]
         for tensor, version in zip(inputs, versions):
@@ -248,7 +263,8 @@ class Recorder(GraphRecorder):
         fact.chance = (fact.random or any(f.chance for f in known)) and all(
             f.chance or (not f.varies and f.number is None) for f in known
         )
-        fact.dynamic = fact.dynamic or (not fact.mutates and any(self.facts[n].dynamic for n in nodes))
+        if not fact.mutates and any(self.facts[n].dynamic_shape for n in nodes):
+            fact.dynamic_shape = True
         for storage in fact.mutates:
             self.mutations[storage] = node
             fact.writes.add(storage)
@@ -264,13 +280,13 @@ class Recorder(GraphRecorder):
 
     def _bind_result(self, out: Any, node: fx.Node) -> None:
         if isinstance(out, torch.Tensor):
-            self._bind(out, node)
+            self.builder.bind(out, node)
             if out.dim() == 0:
-                self.facts[node].dynamic = False
+                self.facts[node].dynamic_shape = False
             return
         if type(out).__module__ == "numpy" or isinstance(out, PackedSequence):
             self.values[id(out)] = node
-            self.kept.append(out)
+            self.builder.kept.append(out)
         items: list[tuple[Any, Any, Any]] = []
         if isinstance(out, PackedSequence):
             items = [(getattr, name, getattr(out, name)) for name in out._fields]
@@ -281,16 +297,13 @@ class Recorder(GraphRecorder):
         elif hasattr(out, "__dict__") and not isinstance(out, (type, nn.Module)) and has_tensor(vars(out)):
             items = [(getattr, key, item) for key, item in vars(out).items()]
         for target, key, item in items:
-            if (
-                isinstance(item, torch.Tensor)
-                and id(item) in self.values
-                and storage_of(item) in self.facts[node].reads
-            ):
-                continue  # an argument handed through unchanged
+            whole = self.facts[node]
+            if isinstance(item, torch.Tensor) and id(item) in self.values and storage_of(item) in whole.reads:
+                continue  # an argument that is returned unchanged
             if has_tensor(item):
-                part = self.make("call_function", target, (node, key), {})
-                fact, whole = self.facts[part], self.facts[node]
-                fact.varies, fact.dynamic, fact.grad_mode = whole.varies, whole.dynamic, whole.grad_mode
+                part = self.builder.make("call_function", target, (node, key), {})
+                fact = self.facts[part]
+                fact.varies, fact.dynamic_shape, fact.grad_mode = whole.varies, whole.dynamic_shape, whole.grad_mode
                 fact.differentiates = {node}
                 self._bind_result(item, part)
 
@@ -299,7 +312,7 @@ class Recorder(GraphRecorder):
         tensor = args[0]
         if name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "_version"):
             out = func(tensor)
-            return self._sizes(tensor, out, "size") if name == "shape" else out
+            return self.numbers.sizes(tensor, out) if name == "shape" else out
         inputs = [tensor]
         before = self._before(inputs)
         out = func(tensor)
@@ -307,7 +320,7 @@ class Recorder(GraphRecorder):
             return out
         if id(out) in self.values or id(out) in self.tensor_names:
             return out
-        node = self.make("call_function", getattr, (self.node_of(tensor), name), {})
+        node = self.builder.make("call_function", getattr, (self.builder.node_of(tensor), name), {})
         self._finish(node, inputs, before, out)
         return out
 
@@ -315,7 +328,7 @@ class Recorder(GraphRecorder):
         if id(array) not in self.values and getattr(array, "size", 1) > 0:
             error = FromNumpy(
                 f"a numpy array of shape {getattr(array, 'shape', ())} becomes a tensor while the model runs; "
-                f"what numpy computed is not in the graph ({self.here()})"
+                f"the computation of numpy is not in the graph ({self.builder.here()})"
             )
             error.function = self.makers.get(id(array)) or enclosing_function()
             raise error
@@ -333,36 +346,40 @@ class Recorder(GraphRecorder):
                 inside = frame.prefix is not None and (name.startswith(f"{frame.prefix}.") or self._tied(tensor, frame))
                 if not inside and tensor.requires_grad and frame.prefix != "":
                     raise NotRecordable(
-                        f"parameter {name!r} is used inside {self.here()}, which is kept whole and does not own it"
+                        f"parameter {name!r} is used inside {self.builder.here()}, which is kept whole and does not "
+                        "own it"
                     )
             elif key in self.values and self.facts[self.values[key]].varies:
                 raise NotRecordable(
-                    f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments; "
+                    f"{self.builder.here()} uses a tensor of shape {tuple(tensor.shape)} that is not among its arguments; "
                     "it is kept whole, so the tensor would not be updated"
                 )
 
-    def _tied(self, tensor: torch.Tensor, frame: _Frame) -> bool:
-        module = self.root.get_submodule(frame.prefix) if frame.prefix else self.root
+    def _tied(self, tensor: torch.Tensor, frame: Frame) -> bool:
+        root = self.builder.root
+        module = root.get_submodule(frame.prefix) if frame.prefix else root
         return any(tensor is own for own in module.parameters()) or any(tensor is own for own in module.buffers())
 
     def _follow_training(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        path, module = self.stack[-1]
+        """Let arguments that follow the mode of the module read its ``training`` flag."""
+        path, module = self.builder.stack[-1]
+        read = self.builder.read_attribute
         flag = f"{path}.training" if path else "training"
         position = ops.training_position(func)
         if position is not None:
             given = kwargs.get("training", args[position] if len(args) > position else None)
             without = name == "batch_norm" and kwargs.get("running_mean", args[1] if len(args) > 1 else None) is None
-            if given is None or without:  # without running statistics, the flag is no matter of modes
+            if given is None or without:  # without running statistics, the flag does not depend on the mode
                 return args, kwargs
             if isinstance(given, bool) and given == module.training:
                 if "training" in kwargs:
-                    kwargs = {**kwargs, "training": self.read_attribute(flag)}
+                    kwargs = {**kwargs, "training": read(flag)}
                 else:
-                    args = (*args[:position], self.read_attribute(flag), *args[position + 1 :])
+                    args = (*args[:position], read(flag), *args[position + 1 :])
         elif name == "scaled_dot_product_attention" and module.training:
             rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
             if isinstance(rate, float) and rate > 0:
-                node = self.number_node(intrinsics.dropout_rate, (rate, self.read_attribute(flag)), rate)
+                node = self.numbers.number_node(intrinsics.dropout_rate, (rate, read(flag)), rate)
                 if "dropout_p" in kwargs:
                     kwargs = {**kwargs, "dropout_p": node}
                 else:
@@ -370,13 +387,4 @@ class Recorder(GraphRecorder):
         return args, kwargs
 
     def _is_dynamic(self, args: Any) -> bool:
-        return any(self.facts[self.node_of(tensor)].dynamic for tensor in tensors_in(args))
-
-    def _shape_from_data(self, name: str, args: Any, kwargs: Any) -> bool:
-        if name == "repeat_interleave":
-            return any(isinstance(arg, torch.Tensor) for arg in (*args[1:2], kwargs.get("repeats"))) and (
-                "output_size" not in kwargs
-            )
-        if name in ops.DATA_SHAPED or (name == "where" and len(args) + len(kwargs) == 1):
-            return True
-        return name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:]))
+        return any(self.facts[self.builder.node_of(tensor)].dynamic_shape for tensor in tensors_in(args))

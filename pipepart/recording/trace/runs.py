@@ -1,15 +1,13 @@
-"""One recorded run of a call on given leaves, and the settings that a failed run may change."""
+"""One recorded run of a call on given leaves, and the settings that fallbacks change between runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-import torch.fx as fx
 import torch.nn as nn
 
 from pipepart.recording.inputs import trees
@@ -22,48 +20,31 @@ from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
 from pipepart.recording.recording import Input
-from pipepart.recording.trace import caches, symbols
-from pipepart.recording.trace.arguments import holds_tensors
+from pipepart.recording.trace import ops, symbols
 from pipepart.recording.trace.caches import CachedFunction
-from pipepart.recording.trace.contexts import contexts_refused
-from pipepart.recording.trace.einops_calls import einops_recorded
-from pipepart.recording.trace.facts import Fact, outside_rng
+from pipepart.recording.trace.contexts import outside_rng
 from pipepart.recording.trace.failures import DrawsOutside
-from pipepart.recording.trace.functions import calls_kept_whole, library_functions, watch_makers
-from pipepart.recording.trace.patches import (
-    is_leaf,
-    is_metric,
-    keep_attributes,
-    recording_patches,
-    refuse_effects,
-    refuse_hooks,
-)
+from pipepart.recording.trace.functions import library_functions, watch_makers
+from pipepart.recording.trace.patches import recording_patches
+from pipepart.recording.trace.python_state import keep_attributes, refuse_effects, refuse_hooks
 from pipepart.recording.trace.recorder import Recorder, RecordMode
-from pipepart.recording.trace.transforms import transforms_recorded
+from pipepart.recording.trace.tensors import holds_tensors
 
 __all__ = [
     "Call",
-    "Retry",
     "Run",
     "RunFailed",
     "Settings",
     "copy_leaf",
     "eager",
-    "found_caches",
-    "keep_whole",
     "original",
-    "remember",
     "run_once",
-    "settle",
 ]
-
-WHOLE_LIMIT = 0.4
-"""A module that cannot be looked into is kept whole if it has at most this share of the parameters."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is to be recorded: how to run it on flat leaves, and what the leaves are.
+    """The call to record: how to run it on flat leaves, and the description of the leaves.
 
     `run` returns the result and the logged values, a list of (name, value, options).
     """
@@ -75,21 +56,22 @@ class Call:
     tree: trees.Tree
     step: str | None = None
     entries: tuple[Any, ...] = ()
-    """Functions that the call begins with, to find the variables that its code uses."""
+    """Functions that the call starts with, to find the variables that its code uses."""
     batching: Batching | None = None
-    """Which leaves hold the samples, if that is known."""
+    """Leaves that hold the samples, if known."""
     others: tuple[tuple[Any, ...], ...] = ()
-    """The leaves of other batches, for batches whose sizes cannot be changed by leaving rows out."""
+    """Leaves of other batches, for batches whose sizes cannot be changed by leaving rows out."""
     moved: list[int] = field(default_factory=list)
-    """For each leaf of the last result the dimension that `run` has moved to the front."""
+    """Dimension that `run` has moved to the front, for each leaf of the last result."""
 
     @property
     def has_backward(self) -> bool:
-        """Whether gradients matter: the steps of an evaluation have none."""
+        """Whether gradients are computed: steps of an evaluation have none."""
         return self.step in (None, "training_step")
 
     @property
     def what(self) -> str:
+        """Name of the model and the step."""
         name = type(self.root).__name__
         return f"{name}.{self.step}" if self.step else name
 
@@ -109,101 +91,59 @@ class Run:
 
 @dataclass
 class Settings:
+    """How a call is recorded. A fallback changes a setting, and the call is recorded again."""
+
     whole: set[str] = field(default_factory=set)
+    """Modules that are kept whole, by path."""
     guards: bool = False
+    """Whether Python may decide by the contents of a tensor, with a check in the graph."""
     compiling: bool = False
+    """Whether libraries are told that they are being compiled."""
     settled: bool = False
+    """Whether the recording starts from the state that one call leaves."""
     watching: bool = False
+    """Whether each module is checked for draws of random numbers outside torch."""
     single: str = ""
-    """Why the model is recorded with one sample, as given: it does something else with more."""
+    """Why the model is recorded with one sample, as given: with more it computes other ops."""
     functions: list[Any] = field(default_factory=list)
     """Functions that are kept whole: they compute with numpy."""
     makers: bool = False
-    """Whether to watch which function returns which numpy array."""
+    """Whether to note the function that returns each numpy array."""
     caches: dict[int, list[CachedFunction]] = field(default_factory=dict)
     """Cached functions (lru_cache) that are called with sizes, by identity, and the places that refer to them."""
     tables: list[Any] = field(default_factory=list)
     """Dictionaries that the model fills by size."""
     suspects: list[Any] | None = None
-    """Dictionaries that the model may have filled by size before; None: nobody has looked for them yet."""
+    """Dictionaries that the model may have filled by size before; None: not searched yet."""
     warm: bool = False
-    """Whether the model was recorded again since something was set up in its first run."""
+    """Whether the model was recorded again because its first run may have set something up."""
     history: list[str] = field(default_factory=list)
+    """Fallbacks that were tried, in words."""
     variables: list[Place] | None = None
-    """Variables of files and enclosing functions that the code can use."""
+    """Variables of files and enclosing functions that the code can use; None: not searched yet."""
 
     def cached(self) -> list[CachedFunction]:
-        """All places that refer to cached functions which are called with sizes."""
+        """Return all places that refer to cached functions which are called with sizes."""
         return [place for places in self.caches.values() for place in places]
 
 
-class Retry(Exception):
-    """The settings were changed: record again."""
-
-
 class RunFailed(Exception):
+    """A run has failed with `error`, inside `modules` (paths, the innermost last)."""
+
     def __init__(self, error: Exception, modules: list[str]):
         super().__init__(str(error))
         self.error, self.modules = error, modules
 
 
-def keep_whole(root: nn.Module, path: str, settings: Settings, why: str) -> bool:
-    if not path or path in settings.whole:
-        return False
-    total = sum(p.numel() for p in root.parameters()) or 1
-    share = sum(p.numel() for p in root.get_submodule(path).parameters()) / total
-    if share > WHOLE_LIMIT:
-        settings.history.append(
-            f"module {path!r} holds {share:.0%} of the parameters: too large to keep whole ({why[:160]})"
-        )
-        return False
-    settings.whole.add(path)
-    settings.history.append(f"kept {path!r} whole ({why[:160]})")
-    return True
-
-
-def remember(error: Exception, settings: Settings) -> None:
-    """If a run has found dictionaries that the model fills by size, record again with them empty."""
-    if isinstance(error, memos.Remembers) or settings.suspects:
-        settings.tables += error.tables if isinstance(error, memos.Remembers) else ()
-        settings.suspects = []
-        raise Retry from None
-
-
-def suspect(names: state.Names, settings: Settings) -> None:
-    """Record once with all dictionaries empty that look as if they were filled by size, if there are any."""
-    if settings.suspects is None:
-        settings.suspects = memos.suspects(names.listed)
-        if settings.suspects:
-            raise Retry
-
-
-def found_caches(run: Run, settings: Settings) -> bool:
-    """Whether a run has called cached functions with sizes that were not known yet; they are from now on."""
-    new: dict[int, list[CachedFunction]] = {}
-    for place in (place for places in run.recorder.cached.values() for place in places):
-        if id(place.function) not in settings.caches:
-            new.setdefault(id(place.function), []).append(place)
-    caches.forget([place for places in new.values() for place in places])
-    settings.caches.update(new)
-    return bool(new)
-
-
 def eager(call: Call, leaves: list[Any], mode: Any) -> Any:
-    with ExitStack() as stack:
-        stack.enter_context(state.preserved(call.root))
-        if mode is not None:
-            stack.enter_context(mode)
+    """Run the model once, not recorded; buffers, gradients and random state stay as they are."""
+    with state.preserved(call.root), mode or nullcontext():
         return call.run([copy_leaf(leaf) for leaf in leaves])
 
 
 def original(call: Call, leaves: list[Any], mode: Any, backward: bool) -> Outcome:
     """What the model gives of itself, not recorded: outputs and logged values, and with `backward` its gradients."""
-    with ExitStack() as stack:
-        stack.enter_context(state.preserved(call.root))
-        stack.enter_context(torch.enable_grad())
-        if mode is not None:
-            stack.enter_context(mode)
+    with state.preserved(call.root), torch.enable_grad(), mode or nullcontext():
         given = [copy_leaf(leaf) for leaf in leaves]
         result, logs = call.run(list(given))
         outputs, tree = trees.flatten(result)
@@ -217,18 +157,8 @@ def _by_name(call: Call, leaves: Sequence[Any]) -> dict[str, Any]:
     return {spec.name: leaf for spec, leaf in zip(call.inputs, leaves)}
 
 
-def settle(call: Call, leaves: list[Any], mode: Any) -> None:
-    """Call the model once and keep the plain attributes and hooks that it sets, as any call of the user's would."""
-    with ExitStack() as stack:
-        stack.enter_context(state.preserved(call.root))
-        if mode is not None:
-            stack.enter_context(mode)
-        call.run([copy_leaf(leaf) for leaf in leaves])
-        after = state.Snapshot(call.root.named_modules())
-    after.restore_setup()
-
-
 def copy_leaf(leaf: Any) -> Any:
+    """Return a copy of an input that requires a gradient, and is a leaf of autograd's graph, as the input does."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     copy = leaf.detach().clone()
@@ -246,69 +176,31 @@ def run_once(
     backward: bool = False,
     trace: Trace | None = None,
 ) -> Run:
-    """Record one run. With `backward` its gradients are taken too; a `trace` sees every value that is computed."""
+    """Record one run. With `backward`, compute its gradients too; a `trace` sees every value that is computed."""
     recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards, mode is not None)
-    recorder.trace = trace
+    recorder.builder.trace = trace
     with ExitStack() as stack:
         stack.enter_context(state.preserved(call.root, [module for _, module in names.listed]))
         stack.enter_context(torch.enable_grad())
         if mode is not None:
             stack.enter_context(mode)
         stack.enter_context(memos.emptied([*settings.tables, *(settings.suspects or ())]))
-        values = []
-        numbers: list[tuple[Place, Any]] = []
-        for leaf, spec in zip(leaves, call.inputs):
-            node = recorder.graph.placeholder(spec.name)
-            recorder.facts[node] = Fact(varies=spec.kind != "constant")
-            value = copy_leaf(leaf)
-            if isinstance(value, torch.Tensor):
-                recorder.bind(value, node)
-            elif spec.kind == "number":
-                recorder.facts[node].number = value
-                value = symbols.StepNumber(value, recorder, partial(_itself, node), spec.place is not None)
-                if spec.place is not None:
-                    numbers.append((spec.place, value))
-            values.append(value)
-        recorder.has_state = bool(numbers)
-        reads = Reads(names.modules, is_metric, lambda: recorder.recording and not recorder.frames, numbers)
+        values, numbers = _inputs(recorder, call, leaves)
+        reads = Reads(names.modules, ops.is_metric, lambda: not recorder.builder.idle, numbers)
         if settings.variables is None:
             settings.variables = variables(call.entries, names.listed)
         try:
-            with ExitStack() as patches:
-                patches.enter_context(recording_patches(recorder, names.listed, settings.compiling))
-                patches.enter_context(calls_kept_whole(recorder, [*library_functions(), *settings.functions]))
-                patches.enter_context(einops_recorded(recorder))
-                patches.enter_context(transforms_recorded(recorder))
-                patches.enter_context(contexts_refused(recorder))
-                patches.enter_context(caches.bypassed(recorder, settings.cached()))
-                patches.enter_context(RecordMode(recorder))
-                if settings.makers:
-                    patches.enter_context(watch_makers(recorder.makers, recorder.kept))
-                recorder.watching, recorder.drawn = settings.watching, outside_rng()
-                before, around = state.Snapshot(names.listed), Effects(names.listed, partial(is_leaf, recorder))
-                with reads.collecting(settings.variables):
-                    result, logs = call.run(values)
-                recorder.guards_of_state = reads.guards()
-                recorder.notes += reads.notes
-                if outside_rng() != recorder.drawn:
-                    raise DrawsOutside("the model draws random numbers outside torch (Python's random or numpy)")
-                memos.filled(recorder, before, around, settings.tables, settings.suspects or ())
-                for table in settings.tables:
-                    table.clear()
-                keep_attributes(recorder, before)
-                refuse_hooks(recorder, before)
-                refuse_effects(recorder, around)
+            with _recorded(recorder, names, settings):
+                result, logs = _result(recorder, call, values, reads, names, settings)
                 outputs, tree = trees.flatten(result)
                 count = len(outputs)
                 logs = [(name, value, _plain_options(options)) for name, value, options in logs]
                 flat = [*outputs, *(value for _, value, _ in logs if not isinstance(value, nn.Module))]
                 nodes = tuple(_output(recorder, value) for value in flat)
-                recorder.recording = False
         except Exception as error:
-            recorder.recording = False
-            symbols.finish(recorder.numbers)
+            recorder.numbers.finish()
             raise RunFailed(error, recorder.failed_in or [""]) from error
-        recorder.facts[recorder.graph.output(nodes)] = Fact()
+        recorder.builder.output(nodes)
         loss = loss_index(tree, outputs)
         if trace is not None and backward:
             trace.backward(*backward_roots(flat, loss))
@@ -317,12 +209,65 @@ def run_once(
         else:
             outcome = Outcome([value.detach() if isinstance(value, torch.Tensor) else value for value in flat])
         logs = [(name, value if isinstance(value, nn.Module) else None, options) for name, value, options in logs]
-        recorder.release()
+        recorder.numbers.finish()
+        recorder.builder.release()
         return Run(recorder, tree, logs, count, loss, outcome, leaves)
 
 
+def _inputs(recorder: Recorder, call: Call, leaves: Sequence[Any]) -> tuple[list[Any], list[tuple[Place, Any]]]:
+    """Make the inputs of the graph; return their values in the run, and the places of those in the Python state."""
+    values, numbers = [], []
+    for leaf, spec in zip(leaves, call.inputs):
+        node = recorder.builder.placeholder(spec.name, varies=spec.kind != "constant")
+        value = copy_leaf(leaf)
+        if isinstance(value, torch.Tensor):
+            with torch._C.DisableTorchFunction():
+                recorder.builder.bind(value, node)
+        elif spec.kind == "number":
+            value = recorder.numbers.input(node, value, of_state=spec.place is not None)
+            if spec.place is not None:
+                numbers.append((spec.place, value))
+        values.append(value)
+    recorder.has_state = bool(numbers)
+    return values, numbers
+
+
+@contextmanager
+def _recorded(recorder: Recorder, names: state.Names, settings: Settings) -> Iterator[None]:
+    """Send all calls to the recorder."""
+    with ExitStack() as stack:
+        whole = [*library_functions(), *settings.functions]
+        stack.enter_context(recording_patches(recorder, names.listed, whole, settings.cached(), settings.compiling))
+        stack.enter_context(RecordMode(recorder))
+        if settings.makers:
+            stack.enter_context(watch_makers(recorder.makers, recorder.builder.kept))
+        recorder.watching, recorder.drawn = settings.watching, outside_rng()
+        yield
+
+
+def _result(
+    recorder: Recorder, call: Call, values: list[Any], reads: Reads, names: state.Names, settings: Settings
+) -> Any:
+    """Run the call, and record or refuse its changes of Python state; return its result and its logged values."""
+    before = state.Snapshot(names.listed)
+    around = Effects(names.listed, lambda module, path: path in recorder.whole or ops.is_leaf(module))
+    with reads.collecting(settings.variables or []):
+        result = call.run(values)
+    recorder.guards_of_state = reads.guards()
+    recorder.notes += reads.notes
+    if outside_rng() != recorder.drawn:
+        raise DrawsOutside("the model draws random numbers outside torch (Python's random or numpy)")
+    memos.filled(recorder, before, around, settings.tables, settings.suspects or ())
+    for table in settings.tables:
+        table.clear()
+    keep_attributes(recorder, before)
+    refuse_hooks(recorder, before)
+    refuse_effects(recorder, around)
+    return result
+
+
 def loss_index(tree: trees.Tree, outputs: Sequence[Any]) -> int | None:
-    """Which leaf is the loss: the result itself, its ``loss``, its first leaf, or the only one that can be.
+    """Return the position of the loss: the result itself, its ``loss``, its first leaf, or the only candidate.
 
     A loss is a scalar that requires grad.
     """
@@ -341,10 +286,6 @@ def loss_index(tree: trees.Tree, outputs: Sequence[Any]) -> int | None:
     return scalars[0] if len(scalars) == 1 else None
 
 
-def _itself(node: fx.Node) -> fx.Node:
-    return node
-
-
 def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a log call as constants; a batch size that follows the batch is left to whoever replays it."""
     return {
@@ -355,12 +296,12 @@ def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _output(recorder: Recorder, value: Any) -> Any:
-    """A leaf of the result as fx sees it; an object of a foreign class that holds tensors cannot be returned."""
+    """Return a leaf of the result in the form of fx; None for an object of another class that holds tensors."""
     if isinstance(value, (torch.Tensor, nn.Module)) or symbols.is_tracked(value) or not hasattr(value, "__dict__"):
-        return recorder.argument(value)
+        return recorder.builder.argument(value)
     if holds_tensors(value, 4):
         recorder.notes.append(
             f"the result holds a {type(value).__name__}, an object of its own with tensors inside: None is returned for it"
         )
         return None
-    return recorder.argument(value)
+    return recorder.builder.argument(value)

@@ -1,11 +1,11 @@
-"""Numbers that remember where they came from, so that sizes and step counters stay dynamic in a recorded graph.
+"""Tracked numbers: they know their origin, so that sizes and step counters stay dynamic in a recorded graph.
 
-A size (``x.shape[0]``) must be a real `int` for PyTorch and for user code, so it is a subclass of `int` that can make an
-fx node of itself when it is used. A step counter is no `int` at all: ``float * int_subclass`` would bypass us, and a
-counter that is baked in is wrong at the next step.
+A size (``x.shape[0]``) must be an `int` for PyTorch and for user code. It is a subclass of `int` that can make an fx
+node of itself when it is used. A step counter is not an `int`: ``float * int_subclass`` would not call the methods of
+the subclass, and a constant in place of a counter is wrong at the next step.
 
-A number is tracked only while its own recording runs. User code may keep one longer (as a key or a value of a cache):
-it is a plain number from then on, also for the next recording, and it holds nothing of the recording it came from.
+A number is tracked only while its own recording runs. User code may keep it longer, as a key or a value of a cache.
+From then on it is a plain number, also for the next recording, and it refers to nothing of its recording.
 """
 
 from __future__ import annotations
@@ -19,18 +19,34 @@ from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
+import torch.utils._pytree as pytree
 
-__all__ = ["StepNumber", "Tracked", "TrackedFloat", "TrackedInt", "derive", "finish", "is_tracked", "plain", "track"]
+__all__ = [
+    "Owner",
+    "StepNumber",
+    "Tracked",
+    "TrackedFloat",
+    "TrackedInt",
+    "derive",
+    "finish",
+    "fixed_sizes",
+    "is_tracked",
+    "plain",
+    "track",
+]
 
 
 class Owner(Protocol):
-    """What a tracked number needs from the recorder that made it."""
+    """Interface of the recorder of a number."""
 
     @property
     def recording(self) -> bool: ...
 
     @property
-    def numbers(self) -> list[Tracked]: ...
+    def graph(self) -> fx.Graph: ...
+
+    @property
+    def tracked(self) -> list[Tracked]: ...
 
     def number_node(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node: ...
 
@@ -39,32 +55,11 @@ class Owner(Protocol):
     def hashed(self, frame: types.FrameType) -> None: ...
 
 
-class _Finished:
-    """The owner of numbers whose recording is over: they are plain numbers."""
-
-    recording = False
-
-    @property
-    def numbers(self) -> list[Tracked]:
-        return []
-
-    def number_node(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
-        raise RuntimeError(f"the recording that {value} belongs to is over")
-
-    def compared(self, op: Callable[..., Any], a: Any, b: Any, result: bool, from_data: bool) -> None:
-        pass
-
-    def hashed(self, frame: types.FrameType) -> None:
-        pass
-
-
-_FINISHED = _Finished()
-
-
 class Tracked:
-    """State of a number: who records it, and how to make its node (made at most once, when first used)."""
+    """State of a tracked number: its owner, and how to make its node, at most once and when it is first used."""
 
-    owner: Owner
+    owner: Owner | None
+    """Recorder of the number; None once its recording is over."""
     make: Callable[[], fx.Node] | None
     made: fx.Node | None
     from_data: bool
@@ -83,7 +78,7 @@ class Tracked:
 
 
 class TrackedInt(Tracked, int):
-    """An `int` that came from a tensor's size or from ``Tensor.item()``."""
+    """An `int` that is a size of a tensor or came from ``Tensor.item()``."""
 
 
 class TrackedFloat(Tracked, float):
@@ -93,18 +88,17 @@ class TrackedFloat(Tracked, float):
 class StepNumber(Tracked):
     """A number that changes from step to step (``batch_idx``). Using its value in Python adds a guard.
 
-    `of_state` are numbers that the user's Python state holds, and what is computed from them.
+    `of_state` marks numbers of the user's Python state and numbers computed from them.
     """
 
     def __init__(self, value: int | float, owner: Owner, make: Callable[[], fx.Node], of_state: bool = False):
         self.value, self.owner, self.make, self.made, self.from_data = value, owner, make, None, False
-        owner.numbers.append(self)
+        owner.tracked.append(self)
         self.of_state = of_state
 
     def concrete(self) -> Any:
-        """The value itself: from here on the graph holds for this value alone."""
-        if self.owner.recording:
-            self.owner.compared(operator.eq, self, self.value, True, False)
+        """Return the value; from now on the graph holds for this value only."""
+        _looked_at(operator.eq, self, self.value, True)
         return self.value
 
     def __int__(self) -> int:
@@ -115,12 +109,6 @@ class StepNumber(Tracked):
 
     def __float__(self) -> float:
         return float(self.concrete())
-
-    def __bool__(self) -> bool:
-        result = bool(self.value)
-        if self.owner.recording:
-            self.owner.compared(operator.ne, self, 0, result, False)
-        return result
 
     def __hash__(self) -> int:
         return hash(self.concrete())
@@ -135,24 +123,24 @@ class StepNumber(Tracked):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        strip = torch.utils._pytree.tree_map_only(StepNumber, lambda number: number.value, (args, kwargs or {}))
+        strip = pytree.tree_map_only(StepNumber, lambda number: number.value, (args, kwargs or {}))
         return func(*strip[0], **strip[1])
 
 
 def is_tracked(value: Any) -> bool:
-    """Whether `value` is a number that can make a node of itself: one of the recording that is running."""
-    return isinstance(value, Tracked) and value.owner.recording
+    """Return whether `value` is a tracked number of a recording that is running."""
+    return isinstance(value, Tracked) and value.owner is not None and value.owner.recording
 
 
 def finish(numbers: list[Tracked]) -> None:
-    """Make these numbers plain for good: their recording is over, and nothing of it is held by them."""
+    """Make these numbers plain: their recording is over, and they no longer refer to it."""
     for number in numbers:
-        number.owner, number.make, number.made = _FINISHED, None, None
+        number.owner, number.make, number.made = None, None, None
     numbers.clear()
 
 
 def plain(value: Any) -> Any:
-    """The bare Python number behind a tracked one; everything else unchanged."""
+    """Return the plain number of a tracked one, and any other value unchanged."""
     if isinstance(value, TrackedInt):
         return int.__index__(value)
     if isinstance(value, TrackedFloat):
@@ -163,47 +151,62 @@ def plain(value: Any) -> Any:
 
 
 def track(value: Any, owner: Owner, make: Callable[[], fx.Node], from_data: bool = False) -> Any:
-    """`value` as a tracked number, if it is an int or a float."""
+    """Return `value` as a tracked number if it is an int or a float, and unchanged otherwise."""
     kind: Any = {int: TrackedInt, float: TrackedFloat}.get(type(value))
     if kind is None:
         return value
     number = kind.__new__(kind, value)
     number.owner, number.make, number.made, number.from_data = owner, make, None, from_data
-    owner.numbers.append(number)
+    owner.tracked.append(number)
     return number
 
 
-def _owner_of(*numbers: Any) -> tuple[Owner, bool, bool]:
-    tracked = [number for number in numbers if is_tracked(number)]
-    if not tracked:
-        return _FINISHED, False, False
-    return (
-        tracked[0].owner,
-        any(number.from_data for number in tracked),
-        any(isinstance(number, StepNumber) for number in tracked),
-    )
+_SHAPED_BY_FLOATS = frozenset({"interpolate", "upsample", "arange", "range"})
+
+
+def fixed_sizes(name: str, value: Any) -> Any:
+    """Return arguments of a call with those numbers of the Python state fixed that may decide the form of its result.
+
+    Messages between stages have fixed forms. Whole numbers may be sizes or indices; other numbers may only for a few
+    functions.
+    """
+
+    def fix(number: Any) -> Any:
+        if number.of_state and (isinstance(number.value, int) or name in _SHAPED_BY_FLOATS):
+            return number.concrete()
+        return number
+
+    return pytree.tree_map_only(StepNumber, fix, value)
+
+
+def _looked_at(op: Callable[..., Any], a: Any, b: Any, result: bool) -> None:
+    """Tell the recorder that Python looks at a tracked number: by a comparison with another number."""
+    tracked = [number for number in (a, b) if is_tracked(number)]
+    if tracked:
+        tracked[0].owner.compared(op, a, b, result, any(number.from_data for number in tracked))
 
 
 def derive(target: Callable[..., Any], *operands: Any) -> Any:
-    """A number computed from tracked ones: its value, with a node of its own if it is used."""
+    """Return a number computed from tracked ones; it makes a node of its own when it is used."""
     value = target(*(plain(operand) for operand in operands))
-    owner, from_data, step = _owner_of(*operands)
-    if not owner.recording or not isinstance(value, (int, float)) or isinstance(value, bool):
+    tracked = [operand for operand in operands if is_tracked(operand)]
+    if not tracked or not isinstance(value, (int, float)) or isinstance(value, bool):
         return value
+    owner = tracked[0].owner
 
     def make() -> fx.Node:
         args = tuple(operand.node() if is_tracked(operand) else plain(operand) for operand in operands)
         return owner.number_node(target, args, value)
 
-    if not step:
-        return track(value, owner, make, from_data)
+    if not any(isinstance(number, StepNumber) for number in tracked):
+        return track(value, owner, make, any(number.from_data for number in tracked))
     return StepNumber(value, owner, make, any(getattr(operand, "of_state", False) for operand in operands))
 
 
 def _arithmetic(op: Callable[..., Any], reflected: bool) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, torch.Tensor) and isinstance(self, StepNumber):
-            number = track(self.value, self.owner, self.node)
+            number = self.value if self.owner is None else track(self.value, self.owner, self.node)
             return op(other, number) if reflected else op(number, other)
         if not isinstance(other, (int, float, StepNumber)):
             return NotImplemented
@@ -217,9 +220,7 @@ def _comparison(op: Callable[..., bool]) -> Callable[[Any, Any], Any]:
         if not isinstance(other, (int, float, StepNumber)):
             return NotImplemented
         result = op(plain(self), plain(other))
-        owner, from_data, _ = _owner_of(self, other)
-        if owner.recording:
-            owner.compared(op, self, other, result, from_data)
+        _looked_at(op, self, other, result)
         return result
 
     return method
@@ -227,14 +228,13 @@ def _comparison(op: Callable[..., bool]) -> Callable[[Any, Any], Any]:
 
 def _truth(self: Any) -> bool:
     result = bool(plain(self))
-    if self.owner.recording:
-        self.owner.compared(operator.ne, self, 0, result, self.from_data)
+    _looked_at(operator.ne, self, 0, result)
     return result
 
 
 def _hash(base: Any) -> Callable[[Any], int]:
     def method(self: Any) -> int:
-        if self.owner.recording:
+        if is_tracked(self):
             self.owner.hashed(sys._getframe(1))
         return int(base.__hash__(self))
 
@@ -255,6 +255,7 @@ def _install() -> None:
             setattr(kind, f"__r{name}__", _arithmetic(op, True))
         for name in ("lt", "le", "gt", "ge", "eq", "ne"):
             setattr(kind, f"__{name}__", _comparison(getattr(operator, name)))
+        kind.__bool__ = _truth
         kind.__neg__ = _unary(operator.neg)
         kind.__abs__ = _unary(abs)
         kind.__ceil__ = _unary(math.ceil)
@@ -262,7 +263,6 @@ def _install() -> None:
         kind.__divmod__ = lambda a, b: (a // b, a % b)
         kind.__rdivmod__ = lambda a, b: (b // a, b % a)
     for kind, base in ((TrackedInt, int), (TrackedFloat, float)):
-        kind.__bool__ = _truth
         kind.__hash__ = _hash(base)
 
 

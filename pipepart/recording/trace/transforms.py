@@ -1,4 +1,4 @@
-"""``torch.func``: a call of what ``vmap``, ``grad``, ``jvp``, ``jacrev`` and the like made of a function is one op.
+"""``torch.func``: a call of a function that ``vmap``, ``grad``, ``jvp``, ``jacrev`` etc. have transformed is one op.
 
 Tensors inside such a call are wrapped, so its ops cannot be recorded one by one. The function may use parameters of the
 model and, through variables around it, tensors and sizes that were computed before: both become arguments of the op.
@@ -10,52 +10,41 @@ import functools
 import importlib
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from pipepart.recording.trace.arguments import unwrap
 from pipepart.recording.trace.failures import NotRecordable
 from pipepart.recording.trace.functions import places_of
 from pipepart.recording.trace.recorder import Recorder
 from pipepart.recording.trace.symbols import is_tracked
+from pipepart.recording.trace.tensors import unwrap
 
-__all__ = ["transforms_recorded"]
+__all__ = ["replacements"]
 
 _apis: Any = importlib.import_module("torch._functorch.apis")
 _eager: Any = importlib.import_module("torch._functorch.eager_transforms")
 _torch_functional_call = torch.func.functional_call
 _NESTED = 4
-"""How deep functions inside functions are looked at for variables around them."""
+"""Depth of nesting to which functions are searched for variables around them."""
 
 
-@contextmanager
-def transforms_recorded(recorder: Recorder) -> Iterator[None]:
-    """Calls of transformed functions go through the recorder."""
-    patched: list[tuple[Any, str, Any]] = [
-        (vars(_apis), "vmap_impl", functools.partial(_vmap, recorder, _apis.vmap_impl)),
-        (vars(_eager), "grad_impl", functools.partial(_grad, recorder, "grad", _eager.grad_impl)),
-        (vars(_eager), "grad_and_value_impl", functools.partial(_grad, recorder, "value", _eager.grad_and_value_impl)),
-        (vars(_eager), "_jvp_with_argnums", functools.partial(_jvp, recorder, _eager._jvp_with_argnums)),
-    ]
+def replacements(recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the patches under which calls of transformed functions are recorded: namespace, name and new value."""
+    inner: tuple[tuple[Any, str, Callable[..., Any], tuple[Any, ...]], ...] = (
+        (_apis, "vmap_impl", _vmap, ()),
+        (_eager, "grad_impl", _grad, ("grad",)),
+        (_eager, "grad_and_value_impl", _grad, ("value",)),
+        (_eager, "_jvp_with_argnums", _jvp, ()),
+    )
+    for file, name, call, more in inner:
+        yield vars(file), name, functools.partial(call, recorder, *more, getattr(file, name))
     originals = {name: getattr(torch.func, name) for name in ("jacrev", "jacfwd", "hessian", "vjp", "functional_call")}
+    calls = {"functional_call": _functional_call, "vjp": _vjp}
     for names, name in places_of(originals):
-        if name == "functional_call":
-            patched.append((names, name, functools.partial(_functional_call, recorder, originals[name])))
-        elif name == "vjp":
-            patched.append((names, name, functools.partial(_vjp, recorder, originals[name])))
-        else:
-            patched.append((names, name, functools.partial(_jacobian, recorder, name, originals[name])))
-    saved = [(names, name, names[name]) for names, name, _ in patched]
-    for names, name, value in patched:
-        names[name] = value
-    try:
-        yield
-    finally:
-        for names, name, value in saved:
-            names[name] = value
+        call = calls.get(name) or functools.partial(_jacobian, name)
+        yield names, name, functools.partial(call, recorder, originals[name])
 
 
 def _vmap(
@@ -93,7 +82,7 @@ def _jvp(
     return _one_op(recorder, f"jvp_{argnums}", run, function, (primals, tangents), {})
 
 
-def _jacobian(recorder: Recorder, name: str, original: Any, function: Any, *settings: Any, **options: Any) -> Any:
+def _jacobian(name: str, recorder: Recorder, original: Any, function: Any, *settings: Any, **options: Any) -> Any:
     def run(inner: Any, *values: Any, **more: Any) -> Any:
         return original(inner, *settings, **options)(*values, **more)
 
@@ -104,8 +93,8 @@ def _jacobian(recorder: Recorder, name: str, original: Any, function: Any, *sett
 
 
 def _vjp(recorder: Recorder, original: Any, function: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """The value is one op, and so is each call of the function that is returned: it computes the value again."""
-    if not recorder.recording or recorder.frames:
+    """Record the value as one op, and each call of the returned function as another, which computes the value again."""
+    if recorder.builder.idle:
         return original(function, *unwrap(primals), has_aux=has_aux)
 
     def value(inner: Any, *values: Any) -> Any:
@@ -120,23 +109,23 @@ def _vjp(recorder: Recorder, original: Any, function: Any, *primals: Any, has_au
 
     out = _one_op(recorder, "vjp_value", value, function, primals, {})
     if next(reversed(recorder.facts.values())).random:
-        raise NotRecordable(f"torch.func.vjp of a function that draws random numbers, in {recorder.here()}")
+        raise NotRecordable(f"torch.func.vjp of a function that draws random numbers, in {recorder.builder.here()}")
     return (out[0], pulled, out[1]) if has_aux else (out, pulled)
 
 
 def functional_call(module: nn.Module, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.func.functional_call`` with what a graph holds: its dictionaries cannot be changed."""
+    """Call ``torch.func.functional_call`` with copies of the dictionaries: those of a graph cannot be changed."""
     copies = tuple(map(dict, tensors)) if isinstance(tensors, (tuple, list)) else dict(tensors)
     return _torch_functional_call(module, copies, *args, **kwargs)
 
 
 def _functional_call(recorder: Recorder, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A module with other tensors in the place of its parameters: one op, which has the module as an argument."""
-    if not recorder.recording or recorder.frames:
+    """Record a module with other tensors in place of its parameters as one op with the module as an argument."""
+    if recorder.builder.idle:
         return original(module, *unwrap(args), **unwrap(kwargs))
     if "parameter_and_buffer_dicts" in kwargs:
         args = (kwargs.pop("parameter_and_buffer_dicts"), *args)
-    path = recorder.module_names.get(id(module))
+    path = recorder.builder.module_names.get(id(module))
     return recorder.run_whole(
         functional_call,
         "call_function",
@@ -151,14 +140,14 @@ def _functional_call(recorder: Recorder, original: Any, module: nn.Module, *args
 def _one_op(
     recorder: Recorder, name: str, run: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Record ``run(function, *args, **kwargs)``."""
-    if not recorder.recording or recorder.frames:
+    """Record ``run(function, *args, **kwargs)`` as one op."""
+    if recorder.builder.idle:
         return run(function, *unwrap(args), **unwrap(kwargs))
     found = _around(function, recorder)
 
     def whole(around: tuple[Any, ...], *values: Any, uses: Any = (), **more: Any) -> Any:
         new = {id(old): value for old, value in zip(found, around)}
-        return run(_rebuilt(function, new) if new else function, *values, **more)
+        return run(_mapped(function, lambda value: new.get(id(value))) if new else function, *values, **more)
 
     short = f"{name.partition('_')[0]}_{getattr(function, '__name__', type(function).__name__)}"
     whole.__name__ = whole.__qualname__ = "".join(c for c in short if c.isalnum() or c == "_")
@@ -167,30 +156,15 @@ def _one_op(
 
 
 def _around(function: Any, recorder: Recorder) -> list[Any]:
-    """Recorded tensors and tracked numbers that a function finds in variables around it and in its defaults."""
+    """Return the recorded tensors and tracked numbers in the variables around a function and in its defaults."""
     found: dict[int, Any] = {}
 
-    def look(value: Any, depth: int) -> None:
-        if is_tracked(value) or (isinstance(value, torch.Tensor) and id(value) in recorder.values):
-            if id(value) not in recorder.tensor_names:
-                found[id(value)] = value
-        elif depth:
-            for part in _parts(value):
-                look(part, depth - 1)
+    def collect(value: Any) -> Any:
+        recorded = is_tracked(value) or (isinstance(value, torch.Tensor) and id(value) in recorder.values)
+        return found.setdefault(id(value), value) if recorded and id(value) not in recorder.tensor_names else None
 
-    look(function, _NESTED)
+    _mapped(function, collect)
     return list(found.values())
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, types.FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if type(value) in (list, tuple):
-        return list(value)
-    return list(value.values()) if type(value) is dict else []
 
 
 def _content(cell: Any) -> Any:
@@ -200,29 +174,27 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _rebuilt(value: Any, new: dict[int, Any], depth: int = _NESTED) -> Any:
-    """`value` with other tensors and numbers in the variables around it; itself if there are none."""
-    if id(value) in new:
-        return new[id(value)]
-    if not depth:
-        return value
+def _mapped(value: Any, change: Callable[[Any], Any], depth: int = _NESTED) -> Any:
+    """Return a function, or a container, with changed values in the variables around it and in its defaults.
+
+    `change` returns the new value of a variable, or None to leave it as it is, or to look into it.
+    """
+    new = change(value)
+    if new is not None or not depth:
+        return value if new is None else new
+    inner = functools.partial(_mapped, change=change, depth=depth - 1)
     if isinstance(value, types.FunctionType):
-        contents = [_rebuilt(_content(cell), new, depth - 1) for cell in value.__closure__ or ()]
-        defaults = tuple(_rebuilt(item, new, depth - 1) for item in value.__defaults__ or ()) or None
-        cells = tuple(
-            cell if content is _content(cell) else types.CellType(content)
-            for cell, content in zip(value.__closure__ or (), contents)
-        )
-        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells or None)
-        named = {key: _rebuilt(item, new, depth - 1) for key, item in (value.__kwdefaults__ or {}).items()}
-        made.__kwdefaults__ = named or None
+        cells = []
+        for cell in value.__closure__ or ():
+            content = inner(_content(cell))
+            cells.append(cell if content is _content(cell) else types.CellType(content))
+        defaults = tuple(map(inner, value.__defaults__ or ())) or None
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, tuple(cells) or None)
+        made.__kwdefaults__ = {key: inner(item) for key, item in (value.__kwdefaults__ or {}).items()} or None
         return made
     if isinstance(value, functools.partial):
-        args = [_rebuilt(item, new, depth - 1) for item in value.args]
-        named = {key: _rebuilt(item, new, depth - 1) for key, item in value.keywords.items()}
-        return functools.partial(_rebuilt(value.func, new, depth - 1), *args, **named)
+        function, args = inner(value.func), map(inner, value.args)
+        return functools.partial(function, *args, **{key: inner(item) for key, item in value.keywords.items()})
     if type(value) in (list, tuple):
-        return type(value)(_rebuilt(item, new, depth - 1) for item in value)
-    if type(value) is dict:
-        return {key: _rebuilt(item, new, depth - 1) for key, item in value.items()}
-    return value
+        return type(value)(map(inner, value))
+    return {key: inner(item) for key, item in value.items()} if type(value) is dict else value

@@ -1,0 +1,197 @@
+"""Fallbacks that are tried, in order, when a call cannot be recorded as it is.
+
+A fallback changes one of the `Settings`, and the call is recorded again. Those in `FALLBACKS` answer a failed run.
+Others answer a run that has succeeded, and may be wrong: `found_caches`, `suspect` and the settings ``warm`` (a second
+run at another size has other constants) and ``single`` (the proof fails for one sample).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.nn as nn
+
+from pipepart.errors import CaptureError
+from pipepart.recording.model_state import memos, state
+from pipepart.recording.trace import caches
+from pipepart.recording.trace.caches import CachedFunction
+from pipepart.recording.trace.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
+from pipepart.recording.trace.runs import Call, Run, Settings, copy_leaf, eager
+
+__all__ = ["Failure", "Retry", "fall_back", "found_caches", "keep_whole", "remember", "suspect"]
+
+_WHOLE_LIMIT = 0.4
+"""Largest share of the parameters in a module that is kept whole."""
+_TRIED = 4
+"""Number of fallbacks that the final error lists."""
+
+
+class Retry(Exception):
+    """The settings were changed: record again."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failed run of a call: its inputs, its error, and the modules that were running, the innermost last."""
+
+    call: Call
+    leaves: list[Any]
+    mode: Any
+    error: Exception
+    modules: list[str]
+
+    @property
+    def text(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """One way to record a call whose run has failed."""
+
+    name: str
+    condition: type[Exception]
+    """Kind of error that it answers."""
+    effect: Callable[[Failure, Settings], bool]
+    """Changes the settings, and returns whether recording again may help: not if they were changed before."""
+
+
+def _settle(failure: Failure, settings: Settings) -> bool:
+    """Call the model once and keep the plain attributes and hooks that it sets, as any call of the user would."""
+    if settings.settled:
+        return False
+    settings.settled = True
+    with state.preserved(failure.call.root), failure.mode or nullcontext():
+        failure.call.run([copy_leaf(leaf) for leaf in failure.leaves])
+        after = state.Snapshot(failure.call.root.named_modules())
+    after.restore_setup()
+    return True
+
+
+def _switch_on(setting: str) -> Callable[[Failure, Settings], bool]:
+    def effect(failure: Failure, settings: Settings) -> bool:
+        before = bool(getattr(settings, setting))
+        setattr(settings, setting, True)
+        return not before
+
+    return effect
+
+
+def _keep_function(failure: Failure, settings: Settings) -> bool:
+    function = failure.error.function  # type: ignore[attr-defined]
+    if function is None or function in settings.functions:
+        return False
+    settings.functions.append(function)
+    settings.history.append(f"kept the function {function.__qualname__} whole ({failure.text[:160]})")
+    settings.watching = True
+    return True
+
+
+def _keep_module(failure: Failure, settings: Settings) -> bool:
+    """Keep the innermost module whole; if it is kept already, the one around it."""
+    root = failure.call.root
+    for path in reversed(failure.modules):
+        if path and keep_whole(root, path, settings, failure.text):
+            for other, why in getattr(failure.error, "also", ()):
+                if not any(other.startswith(f"{kept}.") for kept in settings.whole):
+                    keep_whole(root, other, settings, why)
+            return True
+        if path and path not in settings.whole:
+            break
+    return False
+
+
+FALLBACKS = (
+    Fallback("start from the state that one call leaves", Unsettled, _settle),
+    Fallback("find the module that draws random numbers", DrawsOutside, _switch_on("watching")),
+    Fallback("find the function that makes the numpy array", FromNumpy, _switch_on("makers")),
+    Fallback("keep this function whole", FromNumpy, _keep_function),
+    Fallback("keep the module whole", Exception, _keep_module),
+    Fallback("take the paths of compiled models", DataDependent, _switch_on("compiling")),
+    Fallback("fix Python decisions by data, with a check", DataDependent, _switch_on("guards")),
+)
+"""Fallbacks for a failed run, in the order in which they are tried."""
+
+
+def fall_back(failure: Failure, settings: Settings) -> NoReturn:
+    """Answer a failed run by the first fallback that may help, and ask for a new run; if none is left, raise why."""
+    error = failure.error
+    remember(error, settings)
+    if isinstance(error, CaptureError) and not isinstance(error, NotRecordable):
+        raise error from None
+    if not isinstance(error, CaptureError):
+        _blame(failure)
+    for fallback in FALLBACKS:
+        lines = len(settings.history)
+        if isinstance(error, fallback.condition) and fallback.effect(failure, settings):
+            if len(settings.history) == lines:  # those that keep something whole have noted what it is
+                settings.history.append(fallback.name)
+            raise Retry from None
+    where = next((path for path in reversed(failure.modules) if path), "")
+    tried = list(dict.fromkeys(settings.history))[-_TRIED:]
+    raise CaptureError(
+        f"{failure.call.what} cannot be recorded.\n  where: module {where!r}\n  what: {failure.text}\n"
+        + "".join(f"  tried: {item}\n" for item in tried)
+        + "  do: put this part into a submodule with at most 40 % of the parameters (it is then kept whole), or "
+        "write it with tensor ops"
+    ) from error
+
+
+def _blame(failure: Failure) -> None:
+    """Raise the error of the user if the model itself fails on the example."""
+    try:
+        eager(failure.call, failure.leaves, failure.mode)
+    except Exception as error:
+        if failure.mode is None:
+            raise
+        raise CaptureError(
+            f"{failure.call.what} cannot be recorded on the meta device: without the contents of its tensors it fails "
+            f"with {type(error).__name__}: {str(error)[:300]}\n  do: record it with real parameters"
+        ) from error
+
+
+def keep_whole(root: nn.Module, path: str, settings: Settings, why: str) -> bool:
+    """Keep a module whole, unless it is kept already or holds too many of the parameters; return whether it is new."""
+    if not path or path in settings.whole:
+        return False
+    total = sum(p.numel() for p in root.parameters()) or 1
+    share = sum(p.numel() for p in root.get_submodule(path).parameters()) / total
+    if share > _WHOLE_LIMIT:
+        settings.history.append(
+            f"module {path!r} holds {share:.0%} of the parameters: too large to keep whole ({why[:160]})"
+        )
+        return False
+    settings.whole.add(path)
+    settings.history.append(f"kept {path!r} whole ({why[:160]})")
+    return True
+
+
+def remember(error: Exception, settings: Settings) -> None:
+    """Record again with those dictionaries empty that the model fills by size, if a run has found any."""
+    if isinstance(error, memos.Remembers) or settings.suspects:
+        settings.tables += error.tables if isinstance(error, memos.Remembers) else ()
+        settings.suspects = []
+        raise Retry from None
+
+
+def suspect(names: state.Names, settings: Settings) -> None:
+    """Record once with all dictionaries empty that look as if they were filled by size, if there are any."""
+    if settings.suspects is None:
+        settings.suspects = memos.suspects(names.listed)
+        if settings.suspects:
+            raise Retry
+
+
+def found_caches(run: Run, settings: Settings) -> None:
+    """Record again if a run has called cached functions with sizes that were not known yet."""
+    new: dict[int, list[CachedFunction]] = {}
+    for place in (place for places in run.recorder.numbers.cached.values() for place in places):
+        if id(place.function) not in settings.caches:
+            new.setdefault(id(place.function), []).append(place)
+    caches.forget([place for places in new.values() for place in places])
+    settings.caches.update(new)
+    if new:
+        raise Retry
