@@ -147,14 +147,15 @@ class Snapshot:
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
         """Module path, module, attribute, value before and value now of each attribute that has changed."""
         for known in self.modules:
-            before = {**known.attributes, **known.registries.get("_buffers", {})}
+            before: dict[str, Any] = {**known.attributes, **known.registries.get("_buffers", {})}
             now: dict[str, Any] = {**vars(known.module), **_registries(known.module).get("_buffers", {})}
             for name, value in now.items():
-                if value is not before.get(name):
+                old: Any = before.get(name)
+                if value is not old:
                     if name not in _REGISTRIES and name != "training":
-                        yield known.path, known.module, name, before.get(name), value
+                        yield known.path, known.module, name, old, value
                 elif name in known.containers and not same_items(known.containers[name], value):
-                    was, count = len(known.containers[name]), len(value)
+                    was, count = len(known.containers[name]), len(now[name])
                     after = f"{count} items" if was != count else f"{count} other items"
                     yield known.path, known.module, name, _Items(f"{was} items"), _Items(after)
 
