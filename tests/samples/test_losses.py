@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,12 +10,20 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
-from pipepart.recording import GuardError, record
+from pipepart.recording import GuardError, Recording, record
 from pipepart.samples.weigh import Weighed, weigh
 from tools.bench.losses.forms import FORMS, Model, batch
 
 SIZES = (3, 3, 2, 1)
 """The last micro-batch has no target at all."""
+
+
+@cache
+def _recorded(name: str) -> tuple[Model, Recording]:
+    """The model of a form, and its recording, which `weigh` copies."""
+    torch.manual_seed(0)
+    model = Model(FORMS[name])
+    return model, record(model, batch(3, seed=1))
 
 
 def _gradients(model: Model) -> dict[str, torch.Tensor]:
@@ -43,14 +52,14 @@ def _run(weighed: Weighed, leaves: list[Any], sizes: tuple[int, ...], numbers: A
 
 @pytest.mark.parametrize("name", FORMS)
 def test_losses_of_the_whole_batch(name: str, double: None) -> None:
-    model = Model(FORMS[name])
+    model, recording = _recorded(name)
+    model.zero_grad()
     whole = batch(sum(SIZES))
     expected = model(*(leaf.clone() for leaf in whole))
     leaves = pytree.tree_leaves(expected)
     (expected["loss"] if isinstance(expected, dict) else expected).backward()
     gradients = _gradients(model)
     model.zero_grad()
-    recording = record(model, batch(3, seed=1))
     weighed = weigh(recording)
     assert not weighed.reasons
     got = _run(weighed, list(whole), SIZES, weighed.numbers(whole, SIZES))
@@ -80,14 +89,14 @@ def test_what_is_no_sum_is_unknown(form: Any, why: str) -> None:
     recording = record(Model(form), batch(4, seed=1))
     weighed = weigh(recording)
     assert weighed.laws == ("unknown",) and why in weighed.reasons[0]
-    assert not weighed.names and weighed.evaluation is None
+    assert not weighed.numbers.inputs and not weighed.numbers.quantities
 
 
 def test_a_mean_costs_nothing() -> None:
     """A mean over samples stays as it is: no input is added, nothing is computed before the step."""
     recording = record(Model(FORMS["mse"]), batch(4, seed=1))
     weighed = weigh(recording)
-    assert weighed.laws == ("mean",) and not weighed.names and weighed.evaluation is None
+    assert weighed.laws == ("mean",) and not weighed.numbers.inputs and not weighed.numbers.quantities
     assert [node.target for node in weighed.recording.graph.nodes] == [node.target for node in recording.graph.nodes]
 
 
@@ -115,12 +124,13 @@ def test_the_loss_is_computed_once() -> None:
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in ("logs", "inputs / largest")])
 def test_gradients_over_replicas(name: str, double: None) -> None:
     """The mean over two replicas with uneven batches is the gradient of one process on both batches."""
-    model = Model(FORMS[name])
+    model, recording = _recorded(name)
+    model.zero_grad()
     batches = [batch(9), batch(6, seed=1)]
     model(*(torch.cat(parts) for parts in zip(*batches))).backward()
     expected = _gradients(model)
     model.zero_grad()
-    weighed = weigh(record(model, batch(3, seed=1)), replicas=2)
+    weighed = weigh(recording, replicas=2)
     sizes = [(3, 3, 2, 1), (2, 2, 1, 1)]
     counts: list[list[float]] = []
     for leaves, cut in zip(batches, sizes):

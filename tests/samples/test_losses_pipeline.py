@@ -130,11 +130,11 @@ def test_gradients_of_the_whole_batch(stages: int, replicas: int, schedule: str,
 
 def _alike() -> Any:
     from pipepart import Pipeline
-    from pipepart.samples.window import CountsAlike
+    from pipepart.samples.numbers import EqualWeights
 
     pipe = Pipeline(Tagger(True), samples(8, 0), microbatches=4)
     batches = [samples(size, index) for index, size in enumerate(SIZES[0])]
-    with pytest.warns(CountsAlike, match="Use Pipeline.steps"):
+    with pytest.warns(EqualWeights, match="Use Pipeline.steps"):
         step_by_step(pipe, batches)
     return {key: p.grad for key, p in pipe.named_parameters()}
 
