@@ -1,4 +1,4 @@
-"""The batch check: models that mix samples are flagged with the op that does, others are not, and nothing changes."""
+"""The batch check: models in which samples meet are flagged with the op, others are not, and no model changes."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_leaves_that_disagree_about_the_batch_are_named() -> None:
 
 
 class Hits(nn.Module):
-    """A loss of single samples, and a count of what was found among all samples of the batch."""
+    """A loss of single samples, and a count of hits among all samples of the batch."""
 
     def __init__(self, count: str) -> None:
         super().__init__()
@@ -212,8 +212,8 @@ class Hits(nn.Module):
 
 @pytest.mark.parametrize("count", ["retrieval", "accuracy", "above"])
 def test_counts_that_agree_by_chance_are_flagged(count: str) -> None:
-    """For some seeds, the count of the example and of its parts is the same."""
-    for seed in range(12):
+    """For these seeds, the count of the first comparison agrees with that of the parts, for every kind of count."""
+    for seed in (21, 32, 33, 35):
         torch.manual_seed(seed)
         model, batch = Hits(count), (torch.randn(8, 5), torch.randn(8, 5))
         recording = record(model, tuple(tensor[:4] for tensor in batch))
@@ -223,8 +223,8 @@ def test_counts_that_agree_by_chance_are_flagged(count: str) -> None:
 
 @pytest.mark.parametrize("count", ["plain", "sorted", "labels"])
 def test_counts_of_single_samples_are_not(count: str) -> None:
-    """Nor those that compare samples with a number of the batch alone, which the first stage knows."""
-    for seed in range(6):
+    """Counts that compare samples with a number of the batch alone are not flagged either: the first stage knows it."""
+    for seed in (0, 1, 2):
         torch.manual_seed(seed)
         model, batch = Hits(count), (torch.randn(8, 5), torch.randn(8, 5))
         recording = record(model, tuple(tensor[:4] for tensor in batch))

@@ -31,7 +31,7 @@ def _gradients(model: Model) -> dict[str, torch.Tensor]:
 
 
 def _run(weighed: Weighed, leaves: list[Any], sizes: tuple[int, ...], numbers: Any) -> list[Any]:
-    """All micro-batches forward and backward; the outputs put together by their laws."""
+    """All micro-batches forward and backward, with the outputs merged by their laws."""
     module = weighed.recording.graph_module()
     outputs = []
     parts = zip(*(leaf.split(sizes) for leaf in leaves))
@@ -85,7 +85,7 @@ def test_losses_of_the_whole_batch(name: str, double: None) -> None:
     ],
 )
 def test_what_is_no_sum_is_unknown(form: Any, why: str) -> None:
-    """Nothing is guessed: these are for the batch check."""
+    """The walk does not guess: the batch check covers these losses."""
     recording = record(Model(form), batch(4, seed=1))
     weighed = weigh(recording)
     assert weighed.laws == ("unknown",) and why in weighed.reasons[0]
@@ -110,7 +110,7 @@ def test_decisions_are_those_of_the_whole_batch(double: None) -> None:
 
 
 def test_the_loss_is_computed_once() -> None:
-    """What else uses the loss of a micro-batch (a perplexity) gets it from the same op."""
+    """Another op that uses the loss of a micro-batch (a perplexity) gets it from the same op."""
 
     def form(m: Any, o: Any, y: Any, k: Any, s: Any) -> Any:
         loss = F.cross_entropy(o.flatten(0, 1), y.flatten(), ignore_index=-1)

@@ -155,7 +155,7 @@ def _old_meaning() -> Any:
 
 
 def test_the_old_meaning_is_an_option() -> None:
-    """With loss="microbatch", each micro-batch divides by its own tokens and counts by its samples."""
+    """With loss="microbatch", each micro-batch divides by its own tokens and is weighted by its samples."""
     ((loss, gradients),) = run_ranks(1, _old_meaning)
     model = Tagger(False)
     parts = zip(*(leaf.split(2) for leaf in samples(8, 4)))

@@ -109,7 +109,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def _loader(samples: int, batch_size: int, seed: int, part: tuple[int, int]) -> DataLoader:
-    """`part`: the replica, and how many there are; together they read the batches of one process in order."""
+    """`part` is the replica and the number of replicas, which together read the batches of one process in order."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     lengths = torch.randint(0, 3, (samples,), generator=generator)
@@ -207,7 +207,7 @@ def test_accumulated_batches_are_one(replicas: int) -> None:
 def test_accumulated_batches_of_a_loss_with_two_denominators_are_one(
     replicas: int, schedule: str, stream: bool
 ) -> None:
-    """All batches that are accumulated are looked at when the first of them is trained on."""
+    """All batches of a window are read before the first of them is trained on."""
     options = {"stages": 2, "replicas": replicas, "microbatches": 3, "schedule": schedule}
     samples, size = 24 * replicas, 12
     answers = run_ranks(
@@ -221,7 +221,7 @@ def test_accumulated_batches_of_a_loss_with_two_denominators_are_one(
 
 
 def test_batches_that_a_hook_must_see_in_time_are_not_looked_at() -> None:
-    """Batches count alike then, as in plain Lightning, and the start message says so."""
+    """Batches then have equal weights, as in plain Lightning, and the start message says so."""
     options = {"stages": 1, "microbatches": 3}
     shape: dict[str, Any] = {"accumulate_grad_batches": 2, "limit_val_batches": 0}
     told = io.StringIO()
@@ -239,7 +239,7 @@ def test_batches_that_a_hook_must_see_in_time_are_not_looked_at() -> None:
 
 
 class Changed(TwoTerms):
-    """A hook that changes a batch after it was looked at."""
+    """A hook changes a batch after its window was opened."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         batch[1][:, 0] = -100
@@ -254,7 +254,7 @@ def test_a_batch_that_changes_after_it_was_looked_at_is_told() -> None:
 
 
 def test_the_last_batches_of_an_epoch_are_a_shorter_window() -> None:
-    """Lightning divides by `accumulate_grad_batches` there too. No batch is read that is not trained on."""
+    """Lightning divides by `accumulate_grad_batches` there too. Only batches that are trained on are read."""
     read: list[int] = []
 
     class Counted(torch.utils.data.Dataset):
