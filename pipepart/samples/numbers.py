@@ -130,8 +130,11 @@ class Numbers:
         ops = _ops(order, sources_of(first))
         later = _ops(order, sources_of(wanted, self._parts.__contains__))
         self._changes = any(node.meta["op"].inplace for node in ops)
-        self._before = executable(recording, ops, leaves, first, depth=None)
-        self._after = executable(recording, later, list(self._parts), wanted, depth=None)
+        self._before: Callable[..., Sequence[Any]] = _nothing
+        self._after: Callable[..., Sequence[Any]] = _nothing
+        if first:
+            self._before = executable(recording, ops, leaves, first, depth=None)
+            self._after = executable(recording, later, list(self._parts), wanted, depth=None)
         self.buffers = used_tensors(recording, [*ops, *later])
         """The names of the buffers that are read."""
 
@@ -238,6 +241,11 @@ class Numbers:
     @torch.no_grad()
     def _values(self, parts: Sequence[Any]) -> dict[str, float]:
         return {name: float(value) for name, value in zip(self.quantities, self._after(*parts))}
+
+
+def _nothing(*values: Any) -> tuple[Any, ...]:
+    """The values of no quantities."""
+    return ()
 
 
 def _ops(order: Sequence[fx.Node], nodes: set[fx.Node]) -> list[fx.Node]:
