@@ -139,6 +139,18 @@ def test_a_gate_that_is_closed_at_the_start_hides_nothing() -> None:
     assert not mixing.same and "mixers" not in samples.text and "test_check.py" in samples.text
 
 
+class Typed(Gate):
+    """An op is given its type by keyword."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.softmax(self.first(x), -1, dtype=torch.float32)).pow(2).mean()
+
+
+def test_types_that_are_given_by_keyword_are_float64_in_the_check() -> None:
+    mixing, _ = _look(_built(Typed))
+    assert mixing.same and mixing.exact
+
+
 class BackwardMixes(nn.Module):
     """The forward looks at one sample at a time, the backward does not."""
 
