@@ -31,8 +31,8 @@ from pipepart.runtime.launch import join_job, processes_on_this_host, world_size
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
+from pipepart.samples.numbers import NOT_KNOWN_AHEAD, EqualWeights
 from pipepart.samples.pieces import pieces_of
-from pipepart.samples.window import NOT_KNOWN_AHEAD, CountsAlike
 from pipepart.schedule import Timeline
 
 __all__ = ["Pipeline"]
@@ -199,14 +199,14 @@ class Pipeline:
     ) -> Any:
         self.module.train()
         name, leaves = self._recording_for("step", args, kwargs)
-        wide = self._runtime.weighed(name).wide
-        if wide and self._accumulating and not self._continues and not ahead:
+        windowed = self._runtime.weighed(name).needs_window
+        if windowed and self._accumulating and not self._continues and not ahead:
             warnings.warn(
                 f"{NOT_KNOWN_AHEAD}. Use Pipeline.steps([batch, batch]), which knows all of them.",
-                CountsAlike,
+                EqualWeights,
                 stacklevel=3,
             )
-        coming = [self._leaves_ahead(name, call) for call in ahead] if wide and self._runtime.is_first else []
+        coming = [self._leaves_ahead(name, call) for call in ahead] if windowed and self._runtime.is_first else []
         key = self._runtime.seeds.of_step("step", self.steps_done)
         self.steps_done += 1
         result = self._runtime.train(

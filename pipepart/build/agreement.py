@@ -63,9 +63,9 @@ def example_microbatch(
     pieces = pieces_of(example, root, options.batch_dim, call, 2 if fixed is None else fixed)
     if pieces is not None:
         total = pieces.samples(example)
-        found = pieces.cut(example, min(total, fixed or auto_microbatches(mesh.stages, total)))
+        found = pieces.split(example, min(total, fixed or auto_microbatches(mesh.stages, total)))
         first, sizes = found[0], MicrobatchSizes(tuple(piece.samples for piece in found))
-        others = [example] if len(found) > 1 else [piece.batch for piece in pieces.cut(example, 2)[1:]]
+        others = [example] if len(found) > 1 else [piece.batch for piece in pieces.split(example, 2)[1:]]
         return Example(first.batch, sizes, Batching((None,) * len(leaves), first.samples), tuple(others), pieces)
     paths = [path[3:] if call else path for path in trees.leaf_paths(tree)]
     batching = batching_of(leaves, paths, options.batch_dim)

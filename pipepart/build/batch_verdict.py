@@ -13,13 +13,19 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups
 from pipepart.samples import weigh
-from pipepart.samples.batch_check import BatchCheck, ContainerCut, check_batch, leaves_that_disagree
-from pipepart.samples.mixing import persistent_writes
+from pipepart.samples.batch_check import (
+    BatchCheck,
+    Container,
+    check_batch,
+    describe_check,
+    describe_leaves,
+    describe_norms,
+    leaves_without_samples,
+)
 from pipepart.samples.pieces import Pieces
-from pipepart.samples.tail import Refused, TailCut, cut_tail
-from pipepart.samples.wording import describe_check, describe_leaves, describe_norms
+from pipepart.samples.tail import Refused, TailCut, cut_tail, persistent_writes
 
-__all__ = ["Samples", "SamplesMeet", "agree_on_samples", "container_cut", "look_at_samples"]
+__all__ = ["Samples", "SamplesMeet", "agree_on_samples", "container_of", "look_at_samples"]
 
 
 class SamplesMeet(UserWarning):
@@ -94,33 +100,31 @@ def look_at_samples(
     pieces: Pieces | None = None,
 ) -> Samples:
     """Hold a batch against its micro-batches, and find the tail that makes them equal if they are not."""
-    in_pieces = container_cut(recording, args, kwargs, pieces)
+    container = container_of(recording, args, kwargs, pieces)
     try:
         leaves: Sequence[Any] = recording.flatten(args, kwargs)
     except CaptureError as error:  # the whole batch has another form than its parts
         return Samples(None, describe_check(recording, BatchCheck(None, str(error).splitlines()[0]), None, ""))
-    check = check_batch(recording, leaves, microbatch_size, free, weigh(recording), in_pieces)
+    check = check_batch(recording, leaves, microbatch_size, free, weigh(recording), container)
     cut, why = None, ""
     if check.mixing is not None and (not check.mixing.same or persistent_writes(recording)):
-        plain = check_batch(recording, leaves, microbatch_size, free, None, in_pieces).mixing
+        plain = check_batch(recording, leaves, microbatch_size, free, None, container).mixing
         try:
             if plain is not None:  # where to cut is told by the recording as it is, what to cut off by the other
                 wanted = replace(plain, wrong=check.mixing.wrong, gradient=check.mixing.gradient)
                 cut = cut_tail(recording, wanted)
         except Refused as refused:
             why = str(refused)
-    disagree = leaves_that_disagree(recording, leaves) if in_pieces is None else []
-    notes = [note for note in (describe_norms(recording), describe_leaves(disagree)) if note]
+    unsplit = leaves_without_samples(recording, leaves) if container is None else []
+    notes = [note for note in (describe_norms(recording), describe_leaves(unsplit)) if note]
     checked = check.mixing is not None and (check.mixing.same or cut is not None)
-    return Samples(cut, describe_check(recording, check, cut, why, disagree), tuple(notes), checked)
+    return Samples(cut, describe_check(recording, check, cut, why, unsplit), tuple(notes), checked)
 
 
-def container_cut(
-    recording: Recording, args: tuple[Any, ...], kwargs: Any, pieces: Pieces | None
-) -> ContainerCut | None:
-    """A batch that is cut as a container as the recording of a call, or of a step, takes it; None: it is not."""
+def container_of(recording: Recording, args: tuple[Any, ...], kwargs: Any, pieces: Pieces | None) -> Container | None:
+    """A batch that is split as a container, as the recording of a call or of a step takes it; None if it is not."""
     if pieces is None:
         return None
     if recording.step is None:
-        return ContainerCut(pieces, (tuple(args), dict(kwargs)), lambda call: recording.flatten(*call))
-    return ContainerCut(pieces, args[0], lambda batch: recording.flatten((batch,), kwargs))
+        return Container(pieces, (tuple(args), dict(kwargs)), lambda call: recording.flatten(*call))
+    return Container(pieces, args[0], lambda batch: recording.flatten((batch,), kwargs))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipepart.build.batch_verdict import container_cut
+from pipepart.build.batch_verdict import container_of
 from pipepart.errors import CaptureError
 from pipepart.recording import Recording
 from pipepart.recording.model_state.state import is_abstract
@@ -62,7 +62,7 @@ def reference_of(
     stale = recording.stale(leaves)
     if stale is not None:
         return Reference(reason=f"the recording does not hold for the whole batch ({stale})")
-    container = container_cut(recording, args, kwargs, pieces)
+    container = container_of(recording, args, kwargs, pieces)
     if container is not None:
         leaves = Whole(leaves, container.pieces, container.batch, container.flatten)
     cut, sizes = cut_batch(recording, leaves, microbatches)

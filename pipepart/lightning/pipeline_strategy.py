@@ -40,7 +40,7 @@ from pipepart.planning.request import ScheduleName
 from pipepart.recording.inputs.batching import BatchDim
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects
-from pipepart.samples.window import NOT_KNOWN_AHEAD
+from pipepart.samples.numbers import NOT_KNOWN_AHEAD
 
 __all__ = ["PipelineStrategy"]
 
@@ -190,7 +190,7 @@ class PipelineStrategy(WholeStrategy):
         said = built.notes
         if trainer.accumulate_grad_batches > 1:
             said += self.runtime.weighed(step).notes
-            hook = why_not_ahead(trainer, module) if self.runtime.weighed(step).wide else ""
+            hook = why_not_ahead(trainer, module) if self.runtime.weighed(step).needs_window else ""
             said += (f"{NOT_KNOWN_AHEAD} ({hook} keeps them from being looked at)",) if hook else ()
         notes = "".join(f"\nnote       {note}" for note in said) + samples.lines
         if built.reference is not None:

@@ -107,7 +107,7 @@ class RecordingStrategy(CheckpointStrategy):
         module, trainer = self._module_and_trainer()
         if (
             trainer.accumulate_grad_batches == 1
-            or not self.runtime.weighed(name).wide
+            or not self.runtime.weighed(name).needs_window
             or why_not_ahead(trainer, module)
         ):
             return []

@@ -63,7 +63,7 @@ class Whole(list[Any]):
 
     def cut(self, count: int) -> tuple[list[list[Any]], MicrobatchSizes]:
         """The leaves of each part; a part that the recording does not hold for is an error."""
-        found = self._pieces.cut(self._batch, count)
+        found = self._pieces.split(self._batch, count)
         sizes = MicrobatchSizes(tuple(piece.samples for piece in found))
         return [self._flatten(piece.batch) for piece in found], sizes
 

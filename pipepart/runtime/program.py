@@ -33,8 +33,8 @@ from pipepart.runtime.replicas import ReplicaMean
 from pipepart.runtime.tail_run import TailStep
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
+from pipepart.samples.numbers import Window, open_window
 from pipepart.samples.tail import Tail
-from pipepart.samples.window import Window, open_window
 from pipepart.schedule import Schedule
 
 __all__ = ["Program", "StepResult"]
@@ -163,12 +163,12 @@ class Program:
         """
         recording = self.recording
         counts = [
-            self.weighed.counts(leaves, batch_size_of(leaves, batched_inputs(recording)))
+            self.weighed.numbers.counts(leaves, batch_size_of(leaves, batched_inputs(recording)))
             if leaves is not None
             else None
             for leaves in batches
         ]
-        together = self._groups is not None and self.weighed.together
+        together = self._groups is not None and self.weighed.needs_totals(train=True)
         return open_window(counts, self._totals if together else None)
 
     def _prepare(
@@ -189,7 +189,7 @@ class Program:
             microbatches = [dict(zip(names, part)) for part in parts]
             tensors = [[leaf for leaf in part if isinstance(leaf, torch.Tensor)] for part in parts]
             forms = [tuple((tuple(t.shape), str(t.dtype)) for t in part) for part in tensors]
-            together = self._groups is not None and (self.weighed.together_always or (train and self.weighed.together))
+            together = self._groups is not None and self.weighed.needs_totals(train)
             batch = self.weighed.numbers(leaves, sizes.sizes, self._totals if together else None, window, position)
             ids = tuple(self._forms.setdefault(form, len(self._forms)) for form in forms)
             header = (sizes.sizes, ids, {**numbers, **batch.inputs}, batch.samples, (batch.denominator, batch.batches))

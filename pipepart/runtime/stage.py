@@ -32,8 +32,8 @@ from pipepart.runtime.randomness import OpSeeds
 from pipepart.runtime.tracing import Trace, TraceBoard, TracePolicy, clock_offset
 from pipepart.runtime.transport import GroupTransport, Transport, choose_transport
 from pipepart.samples import Weighed
+from pipepart.samples.numbers import DIFFERENT_RECORDINGS, EqualWeights, Window
 from pipepart.samples.tail import TailCut
-from pipepart.samples.window import BATCHES_OF_OTHER_FORMS, CountsAlike, Window
 from pipepart.schedule import Timeline
 
 __all__ = ["StageRuntime"]
@@ -68,7 +68,7 @@ class StageRuntime:
         self.ownership = Ownership.of(root, chunks, plan.placement)
         self.held_buffers = _held_buffers(chunks, self.ownership, plan.placement, self.stage)
         if self.is_first:
-            self.held_buffers |= set(laid.weighed.buffers)
+            self.held_buffers |= set(laid.weighed.numbers.buffers)
         self._transport: Transport | None = None
         with guarded(groups):
             if groups is not None and plan.stages > 1:
@@ -190,7 +190,7 @@ class StageRuntime:
                     if ahead and self.is_first:
                         self._window = program.open_window([leaves, *ahead])
                         if self._window is None:
-                            warnings.warn(BATCHES_OF_OTHER_FORMS, CountsAlike, stacklevel=2)
+                            warnings.warn(DIFFERENT_RECORDINGS, EqualWeights, stacklevel=2)
                 result = program.run(
                     leaves,
                     train=True,

@@ -44,7 +44,7 @@ class TailStep:
             leaves.append({index: body[index].detach().requires_grad_() for index in roots})
         with torch.set_grad_enabled(self._train), self._context():
             arguments = []
-            for index, law in enumerate(self._tail.laws, first):
+            for index, law in enumerate(self._tail.cut.inputs.values(), first):
                 parts = [own.get(index, body[index]) for own, body in zip(leaves, bodies)]
                 value = merged(law, parts, self._sizes)
                 copied = self._tail.inplace and isinstance(value, torch.Tensor)

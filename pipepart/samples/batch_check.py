@@ -1,7 +1,8 @@
-"""The batch check: does training on micro-batches give what one process gives on the whole batch?"""
+"""The batch check: the comparison of a whole batch with its micro-batches, before a run, and its messages."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -10,37 +11,68 @@ from itertools import repeat
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipepart.errors import PlanError
 from pipepart.recording import Recording
 from pipepart.recording.inputs.batching import batching_of
 from pipepart.recording.model_state.state import is_abstract
+from pipepart.recording.op import op_of
 from pipepart.recording.recording import GuardError
-from pipepart.samples.mixing import Mixing, Parts, study
+from pipepart.samples.lockstep import Split
+from pipepart.samples.mixing import Mixing, study
 from pipepart.samples.pieces import Pieces
+from pipepart.samples.tail import TailCut
 from pipepart.samples.weigh import Weighed
 
-__all__ = ["MOST_SAMPLES", "BatchCheck", "ContainerCut", "check_batch", "leaves_that_disagree", "sample_window"]
+__all__ = [
+    "BatchCheck",
+    "Container",
+    "check_batch",
+    "describe_check",
+    "describe_leaves",
+    "describe_norms",
+    "leaves_without_samples",
+]
 
-MOST_SAMPLES = 8
-"""Of one micro-batch that is looked at: enough to see samples meet, few enough to cost little."""
-
-
+_MOST_SAMPLES = 8
+"""The largest number of samples of one part: enough to see samples meet, few enough to cost little."""
 _AGAIN = 6
-"""How often more is looked at, each time with other parameters and samples, where a count may be right by chance."""
+"""The number of further comparisons, each with other parameters and samples, of counts that may be right by chance."""
 
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """What the check found. Without `mixing`, it could not be made, and `reason` says why."""
+    """The result of a check. Without `mixing` it was not made, for the `reason`."""
 
     mixing: Mixing | None
     reason: str = ""
-    samples: int = 0
 
-    @property
-    def same(self) -> bool:
-        return self.mixing is None or self.mixing.same
+
+@dataclass(frozen=True)
+class Container:
+    """A batch that is split as a container."""
+
+    pieces: Pieces
+    batch: Any
+    flatten: Callable[[Any], list[Any]]
+    """The leaves of such a batch as the recording takes them."""
+
+    def splits(self, microbatch_size: int) -> Iterator[Split] | None:
+        """Some samples as a container of their own, split by its own rule, the best first; None if it is not split."""
+        total = self.pieces.samples(self.batch)
+        if total < 2 or microbatch_size >= total:
+            return None
+        few = -(-total // (2 * _MOST_SAMPLES - 1))
+        whole = self.pieces.split(self.batch, few)[0].batch if few > 1 else self.batch
+        found = [self.pieces.split(whole, count) for count in (2, 3, 4)]
+        # Uneven parts first, so that means and sums cannot be taken for each other; single samples are special.
+        found.sort(key=lambda parts: (len({p.samples for p in parts}) == 1, min(p.samples for p in parts) < 2))
+        return (
+            Split(self.flatten(whole), [self.flatten(p.batch) for p in parts], tuple(p.samples for p in parts))
+            for parts in found
+            if len(parts) > 1
+        )
 
 
 def check_batch(
@@ -49,122 +81,88 @@ def check_batch(
     microbatch_size: int,
     free: frozenset[int] = frozenset(),
     weighed: Weighed | None = None,
-    cut: ContainerCut | None = None,
+    container: Container | None = None,
 ) -> BatchCheck:
-    """Hold the loss, the outputs and the gradients of a batch against those of two of its parts.
+    """Compare the loss, the outputs and the gradients of a batch with those of two of its parts.
 
-    `leaves` are those of a whole batch; a window of it around the first cut between two micro-batches is looked at.
-    `free` are outputs that are not looked at. With `weighed`, the recording is run with the weights of the batch in it.
-    A batch that is cut as a container is looked at by `cut`.
+    `leaves` are those of a whole batch; the check takes samples from both sides of the first boundary between two
+    micro-batches. The outputs `free` are not compared. With `weighed`, the recording runs with the weights of the batch.
+    A batch that is split as a `container` is split by its own rule.
     """
     if is_abstract(recording.root):
-        return BatchCheck(None, "the model is on the meta device, so it cannot be run before it is cut")
+        return BatchCheck(None, "the model is on the meta device, so it cannot run before it is divided into stages")
     try:
-        splits = _splits(recording, leaves, microbatch_size) if cut is None else cut.splits(microbatch_size)
+        splits = _splits(recording, leaves, microbatch_size) if container is None else container.splits(microbatch_size)
         if splits is None:
-            return BatchCheck(None)  # nothing is cut
+            return BatchCheck(None)
         for split in splits:
-            if all(recording.stale(part) is None for part in (split.whole, *split.parts)):
-                others = _others(recording, leaves, split.sizes) if cut is None else repeat(split, _AGAIN)
+            if _holds(recording, split):
+                others = _others(recording, leaves, split.sizes) if container is None else repeat(split, _AGAIN)
                 return _checked(recording, split, free, weighed, others)
     except GuardError as error:
         return BatchCheck(None, str(error).splitlines()[0])
-    return BatchCheck(None, "the recording holds for its own batch size only, so the whole batch cannot be run with it")
+    return BatchCheck(None, "the recording holds only for its own batch size, so the whole batch cannot run with it")
 
 
 def _checked(
-    recording: Recording, split: Parts, free: frozenset[int], weighed: Weighed | None, others: Iterable[Parts]
+    recording: Recording, split: Split, free: frozenset[int], weighed: Weighed | None, others: Iterable[Split]
 ) -> BatchCheck:
-    def completed(one: Parts) -> Parts:
+    def completed(one: Split) -> Split:
         return replace(one if weighed is None else _with_numbers(one, weighed), free=free)
 
-    def more() -> Iterator[Parts]:
+    def more() -> Iterator[Split]:
         for other in others:
-            with suppress(Exception):  # the numbers of other samples may be none that the model was recorded with
+            with suppress(Exception):  # the model may not have been recorded with the numbers of other samples
                 yield completed(other)
 
-    samples = sum(split.sizes)
     try:
-        found = study(recording if weighed is None else weighed.recording, completed(split), more())
-        return BatchCheck(found, samples=samples)
+        return BatchCheck(study(recording if weighed is None else weighed.recording, completed(split), more()))
     except Exception as error:
-        return BatchCheck(None, f"{type(error).__name__} on {samples} samples: {str(error)[:200]}")
+        return BatchCheck(None, f"{type(error).__name__} on {sum(split.sizes)} samples: {str(error)[:200]}")
 
 
-def _splits(recording: Recording, leaves: Sequence[Any], microbatch_size: int) -> list[Parts] | None:
-    """Windows of a batch that is cut along a dimension, the best first; None: it is not cut."""
+def _holds(recording: Recording, split: Split) -> bool:
+    return all(recording.stale(leaves) is None for leaves in (split.whole, *split.parts))
+
+
+def _splits(recording: Recording, leaves: Sequence[Any], microbatch_size: int) -> list[Split] | None:
+    """Samples around the first boundary between micro-batches, the best split first; None if the batch is not split."""
     places = _places(recording, leaves)
     total = int(leaves[places[0]].shape[0]) if places else 0
     if total < 2 or microbatch_size >= total:
         return None
-    return [sample_window(leaves, places, microbatch_size, sizes) for sizes in _tries(microbatch_size, total)]
+    most = min(microbatch_size, _MOST_SAMPLES)
+    # Uneven parts first, so that means and sums cannot be taken for each other.
+    pairs = dict.fromkeys([(most, most - 1), (most, most), (2, 1), (1, 1)])
+    fitting = [pair for pair in pairs if min(pair) > 0 and sum(pair) <= total]
+    return [_neighbours(leaves, places, microbatch_size, pair) for pair in fitting]
 
 
-def _others(recording: Recording, leaves: Sequence[Any], sizes: Sequence[int]) -> Iterator[Parts]:
-    """Other neighbouring samples of the batch, cut at other places, for what may be right by chance."""
+def _others(recording: Recording, leaves: Sequence[Any], sizes: Sequence[int]) -> Iterator[Split]:
+    """Other neighbouring samples of the batch, split at other places."""
     places = _places(recording, leaves)
     total, most = int(leaves[places[0]].shape[0]), max(sizes)
     near = range(most // 2 + 1, most + 1)
-    cuts = [(start, (a, b)) for a in near for b in near for start in range(total - a - b + 1)]
-    random.Random(0).shuffle(cuts)
+    choices = [(start, (a, b)) for a in near for b in near for start in range(total - a - b + 1)]
+    random.Random(0).shuffle(choices)
     found = 0
-    for start, pair in cuts[: 4 * _AGAIN] or [(0, (sizes[0], sizes[1]))] * _AGAIN:
-        window = sample_window(leaves, places, start + pair[0], pair)
-        if found < _AGAIN and all(recording.stale(part) is None for part in (window.whole, *window.parts)):
+    for start, pair in choices[: 4 * _AGAIN] or [(0, (sizes[0], sizes[1]))] * _AGAIN:
+        split = _neighbours(leaves, places, start + pair[0], pair)
+        if found < _AGAIN and _holds(recording, split):
             found += 1
-            yield window
+            yield split
 
 
-@dataclass(frozen=True)
-class ContainerCut:
-    """A batch that is cut as a container, and the leaves of such a batch as the recording takes them."""
-
-    pieces: Pieces
-    batch: Any
-    flatten: Callable[[Any], list[Any]]
-
-    def splits(self, microbatch_size: int) -> Iterator[Parts] | None:
-        """A part of the batch as a whole of its own, cut by its own rule; None: the batch is not cut."""
-        total = self.pieces.samples(self.batch)
-        if total < 2 or microbatch_size >= total:
-            return None
-        few = -(-total // (2 * MOST_SAMPLES - 1))
-        whole = self.pieces.cut(self.batch, few)[0].batch if few > 1 else self.batch
-        cuts = [self.pieces.cut(whole, count) for count in (2, 3, 4)]
-        # Uneven parts first, so that means and sums cannot be taken for each other; single samples are special.
-        cuts.sort(key=lambda parts: (len({p.samples for p in parts}) == 1, min(p.samples for p in parts) < 2))
-        return (
-            Parts(self.flatten(whole), [self.flatten(p.batch) for p in parts], tuple(p.samples for p in parts))
-            for parts in cuts
-            if len(parts) > 1
-        )
-
-
-def _tries(size: int, total: int) -> list[tuple[int, int]]:
-    """Sizes of the two parts, the best first: uneven, so that means and sums cannot be taken for each other."""
-    most = min(size, MOST_SAMPLES)
-    found = [(most, most - 1), (most, most), (2, 1), (1, 1)]
-    return [pair for pair in dict.fromkeys(found) if min(pair) > 0 and sum(pair) <= total]
-
-
-def sample_window(
-    leaves: Sequence[Any],
-    places: Sequence[int],
-    microbatch_size: int,
-    sizes: tuple[int, int],
-    sums: frozenset[int] = frozenset(),
-    free: frozenset[int] = frozenset(),
-) -> Parts:
-    """The samples on both sides of the first cut of a batch; `places` are the leaves that hold samples."""
+def _neighbours(leaves: Sequence[Any], places: Sequence[int], boundary: int, sizes: tuple[int, int]) -> Split:
+    """The samples on both sides of a boundary; `places` are the leaves that hold samples."""
     total = int(leaves[places[0]].shape[0])
-    start = min(max(0, microbatch_size - sizes[0]), total - sum(sizes))
+    start = min(max(0, boundary - sizes[0]), total - sum(sizes))
+    held = [i in places and leaf.shape[0] == total for i, leaf in enumerate(leaves)]
 
     def rows(first: int, count: int) -> list[Any]:
-        held = [i in places and leaf.shape[0] == total for i, leaf in enumerate(leaves)]
         return [leaf.narrow(0, first, count) if samples else leaf for leaf, samples in zip(leaves, held)]
 
-    parts = rows(start, sizes[0]), rows(start + sizes[0], sizes[1])
-    return Parts(rows(start, sum(sizes)), parts, sizes, sums, free)
+    return Split(rows(start, sum(sizes)), (rows(start, sizes[0]), rows(start + sizes[0], sizes[1])), sizes)
 
 
 def _places(recording: Recording, leaves: Sequence[Any]) -> tuple[int, ...]:
@@ -177,24 +175,113 @@ def _places(recording: Recording, leaves: Sequence[Any]) -> tuple[int, ...]:
         return ()
 
 
-def _with_numbers(split: Parts, weighed: Weighed) -> Parts:
-    """The same samples with the numbers of their batch, which the weights are made of."""
-    whole = weighed.numbers(split.whole, (sum(split.sizes),)).inputs.values()
-    numbers = weighed.numbers(split.whole, split.sizes).inputs.values()
-    parts = tuple(
-        [*part, *(number[i] if isinstance(number, tuple) else number for number in numbers)]
-        for i, part in enumerate(split.parts)
-    )
-    alone = [number[0] if isinstance(number, tuple) else number for number in whole]
+def _with_numbers(split: Split, weighed: Weighed) -> Split:
+    """The same samples with the numbers of their batch, from which the weights are made."""
+    alone = weighed.numbers(split.whole, (sum(split.sizes),)).inputs.values()
+    shared = weighed.numbers(split.whole, split.sizes).inputs.values()
+
+    def given(leaves: Sequence[Any], numbers: Iterable[Any], part: int) -> list[Any]:
+        return [*leaves, *(number[part] if isinstance(number, tuple) else number for number in numbers)]
+
+    parts = tuple(given(part, shared, i) for i, part in enumerate(split.parts))
     sums = frozenset(i for i, law in enumerate(weighed.laws) if law == "sum")
-    return replace(split, whole=[*split.whole, *alone], parts=parts, sums=sums)
+    return replace(split, whole=given(split.whole, alone, 0), parts=parts, sums=sums)
 
 
-def leaves_that_disagree(recording: Recording, leaves: Sequence[Any]) -> list[str]:
-    """Tensors of the batch that do not hold its samples: they go to every micro-batch as they are."""
+def leaves_without_samples(recording: Recording, leaves: Sequence[Any]) -> list[str]:
+    """Tensors of the batch that do not hold its samples: every micro-batch gets them as they are."""
     places = _places(recording, leaves)
     return [
         f"{spec.path} {tuple(leaf.shape)}"
         for i, (spec, leaf) in enumerate(zip(recording.inputs, leaves))
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and i not in places
     ]
+
+
+# ---- messages
+
+
+def describe_check(
+    recording: Recording, check: BatchCheck, cut: TailCut | None, refused: str, unsplit: Sequence[str] = ()
+) -> str:
+    """The message on a check: the op in which samples meet, the difference that it makes, and the measure or the remedy.
+
+    The message is empty if micro-batches make up the whole batch. `unsplit` are leaves without samples.
+    """
+    mixing = check.mixing
+    if mixing is None:
+        return f"micro-batches were not compared with the whole batch: {check.reason}" if check.reason else ""
+    if cut is not None and mixing.wrong and not cut.ops:
+        return f"{mixing.fault}: the whole batch is not the mean of its micro-batches; its value is merged at the end"
+    if cut is not None and mixing.wrong:
+        ops = f"it and {len(cut.ops) - 1} other ops run" if len(cut.ops) > 1 else "it runs"
+        return (
+            f"{mixing.fault} makes samples of a batch meet: {ops} once per batch on the last stage, on the outputs of all "
+            "micro-batches. Each replica does so for its own batch."
+        )
+    if cut is not None:
+        return f"{', '.join(cut.buffers)}: updated once per batch, on the last stage"
+    if mixing.same:
+        return f"a buffer is updated once per micro-batch, not once per batch: {refused}" if refused else ""
+    where = f"{mixing.fault} makes samples of a batch meet" if mixing.fault else "samples of a batch meet"
+    lines = [f"{where}, so micro-batches do not train as the whole batch does: {_differences(recording, mixing)}"]
+    if refused:
+        lines.append(f"it cannot run once per batch: {refused}")
+    shapes = [spec.shape for spec in recording.inputs if spec.kind == "tensor" and spec.shape]
+    if shapes and all(len(shape) == 1 for shape in shapes):
+        lines.append(
+            "All tensors of the batch have one dimension. If it holds packed tokens and not samples, micro-batches break "
+            "documents apart: use padded samples of shape (batch, length), with batch_dim=1 where the samples are not in "
+            "dimension 0, a method `split(self, batch, n)` of the module that splits between documents, or microbatches=1."
+        )
+    if unsplit:
+        lines.append(describe_leaves(unsplit))
+    lines.append(
+        "do: use microbatches=1, which trains as one process does, or a loss and layers that see one sample at a time"
+    )
+    return "\n".join(lines)
+
+
+def _differences(recording: Recording, mixing: Mixing) -> str:
+    found = []
+    if mixing.loss is not None:
+        whole, parts = mixing.loss.whole, mixing.loss.parts
+        change = abs(parts - whole) / max(abs(whole), 1e-12)
+        found.append(f"loss {parts:.6g} instead of {whole:.6g} ({change:.2g} relative)")
+    if mixing.gradient_here is not None:
+        worst = mixing.gradient_here
+        found.append(f"gradients differ by up to {worst.relative:.2g} relative ({worst.parameter})")
+    logged = [log.name for log in recording.logs if log.output in mixing.wrong and log.output != recording.loss_index]
+    if logged:
+        found.append(f"logged: {', '.join(logged[:5])}")
+    rest = {i: d for i, d in mixing.differs.items() if i != recording.loss_index and math.isfinite(d)}
+    if rest and not logged:
+        found.append(f"outputs {sorted(rest)} differ by up to {max(rest.values()):.2g} relative")
+    return ", ".join(found) + " here"
+
+
+def describe_leaves(unsplit: Sequence[str]) -> str:
+    """A note on leaves without samples; empty if there are none."""
+    if not unsplit:
+        return ""
+    return (
+        f"dimension 0 is not that of the batch, so every micro-batch gets the whole tensor: {', '.join(unsplit)}. If it "
+        "holds samples along another dimension, name that: batch_dim=1 for all tensors, batch_dim={path: 1} for one"
+    )
+
+
+def describe_norms(recording: Recording) -> str:
+    """A note on BatchNorm layers, which use the statistics of a micro-batch in every pipeline; empty if there are none."""
+    if not recording.training:
+        return ""
+    modules = dict(recording.root.named_modules())
+    called = dict.fromkeys(
+        str(node.target) if node.op == "call_module" else op_of(node).module
+        for node in recording.graph.nodes
+        if node.op == "call_module" or getattr(node.target, "__name__", "") == "batch_norm"
+    )
+    layers = [name for name in called if isinstance(modules.get(name), _BatchNorm) and modules[name].training]
+    if not layers:
+        return ""
+    names = ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+    return f"BatchNorm normalises each micro-batch by its own statistics: {names}"

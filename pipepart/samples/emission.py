@@ -1,9 +1,11 @@
-"""Forms written into a graph: sums instead of means, divided by numbers of the whole batch that are inputs."""
+"""Forms written into a graph: sums instead of means, divided by numbers of the whole batch, which become inputs."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -11,15 +13,36 @@ import torch
 import torch.fx as fx
 
 from pipepart.recording.op import OpMeta, has_op, op_of, set_op
-from pipepart.samples.calls import name_of
+from pipepart.samples.follow import name_of
 from pipepart.samples.forms import Form, Keep, Op, Ratio, Scaled, Share, Sum, Whole
-from pipepart.samples.quantities import BATCHES, SAMPLES, Quantity
+from pipepart.samples.quantities import SAMPLES, Quantity, Swap
 
-__all__ = ["ALL", "EACH", "OWN", "WINDOW", "Emission", "per_row"]
+__all__ = ["BATCHES", "Emission", "NumberInput", "Scope", "per_row"]
 
-OWN, ALL, WINDOW, EACH = "own", "all", "window", "each"
-"""Whose batch: that of this replica, of all replicas together, or all batches of all replicas that are accumulated for
-one step of the optimizer. EACH is the share of one of these batches if all count alike."""
+BATCHES = "batches"
+"""The key of the number of batches in a window."""
+
+
+class Scope(Enum):
+    """The batches from which a number is taken."""
+
+    OWN = "own"
+    """The batch of this replica."""
+    ALL = "all"
+    """The batches of all replicas in one step."""
+    WINDOW = "window"
+    """All batches of a window, of all replicas."""
+    EACH = "each"
+    """The batch of this replica as one of a window whose batches have equal weight."""
+
+
+@dataclass(frozen=True)
+class NumberInput:
+    """A number of the batch that is an input of the graph."""
+
+    scope: Scope
+    key: str
+    """`SAMPLES`, `BATCHES` or the name of a quantity."""
 
 
 def per_row(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -34,61 +57,61 @@ class Emission:
         self._graph, self._replicas, self._device = graph, replicas, device
         self._made: dict[tuple[Any, ...], fx.Node] = {}
         self._numerators: dict[fx.Node, fx.Node] = {}
-        self._numbers: dict[tuple[str, str], fx.Node] = {}
-        self.names: dict[str, tuple[str, str]] = {}
-        """The inputs that were added, by name: whose number it is, and which."""
+        self._numbers: dict[NumberInput, fx.Node] = {}
         self.origins: dict[str, str] = {}
-        """For each op that was added, the one that it stands for."""
+        """For each op that was added, the op that it stands for."""
 
-    def write(self, form: Form, whose: str, divided: bool = False) -> fx.Node:
-        """A node whose values for micro-batches add up to the value of the form for the whole batch.
+    @property
+    def inputs(self) -> dict[str, NumberInput]:
+        """The inputs that were added, by name."""
+        return {node.name: number for number, node in self._numbers.items()}
 
-        With "all", the mean over replicas of these sums is the value for the batch of all replicas together. With
-        "window", the sum of these means over the accumulated batches is the value for all of them at once; only sums that
-        no number of the batch divides (`divided`: one does) are averaged over the batches, as Lightning does.
+    def write(self, form: Form, scope: Scope, divided: bool = False) -> fx.Node:
+        """Write a node whose values for micro-batches add up to the value of the form for the whole batch.
+
+        With `ALL`, the mean over replicas of these sums is the value for the batches of all replicas. With `WINDOW`, the
+        sum of these means over the batches of a window is the value for all of them; only sums that no number of the batch
+        divides (`divided` is False) are averaged over the batches, as Lightning does.
         """
-        key = (form.node, whose, divided)
+        key = (form.node, scope, divided)
         if key not in self._made:
-            self._made[key] = self._write(form, whose, divided)
+            self._made[key] = self._write(form, scope, divided)
         return self._made[key]
 
-    def _write(self, form: Form, whose: str, divided: bool) -> fx.Node:
-        if isinstance(form, Keep):
-            raise AssertionError("a value that does not depend on the batch has no place of its own")
-        node = form.node
+    def _write(self, form: Form, scope: Scope, divided: bool) -> fx.Node:
+        node: fx.Node = form.node
         if isinstance(form, Whole):
-            value = self._plain(node, operator.mul, (self._number(form.quantity, whose), self._share(OWN)))
-            if op_of(node).is_number:
-                return value
-            kind = {"dtype": op_of(node).dtype, "device": self._device}
-            return self._call(node, torch.full, ((), value), kind)
+            value = self._product(node, self._number(form.quantity, scope), self._share(Scope.OWN))
+            return value if op_of(node).is_number else self._full(node, value)
         if isinstance(form, Sum):
-            if whose == WINDOW and not divided:
-                return self._call(node, torch.mul, (node, self._input(WINDOW, BATCHES, "each")), after=True)
-            return self._times_replicas(node, node, whose)
+            if scope is Scope.WINDOW and not divided:
+                return self._call(node, torch.mul, (node, self._input(Scope.WINDOW, BATCHES, "each")), after=True)
+            return self._times_replicas(node, node, scope)
         if isinstance(form, Share):
-            return self._call(node, torch.mul, (node, self._share(whose)), after=True)
+            return self._call(node, torch.mul, (node, self._share(scope)), after=True)
         if isinstance(form, Ratio):
-            value = self._numerator(form)
-            ratio = self._call(node, torch.div, (value, self._number(form.quantity, whose)))
-            return self._times_replicas(node, ratio, whose, before=True)
+            ratio = self._call(node, torch.div, (self._numerator(form), self._number(form.quantity, scope)))
+            return self._times_replicas(node, ratio, scope)
         if isinstance(form, Scaled):
-            inner = self._typed(self._argument(form.inner, form.node, whose, divided=True), node)
+            inner = self._typed(self._argument(form.term, node, scope, divided=True), node)
             op = torch.mul if form.power == 1 else torch.div
-            return self._call(node, op, (inner, self._number(form.quantity, whose)))
-        return self._clone(form, whose, divided)
+            return self._call(node, op, (inner, self._number(form.quantity, scope)))
+        assert isinstance(form, Op), "a value that does not depend on the batch is written for its user"
+        return self._clone(form, scope, divided)
 
-    def _clone(self, form: Op, whose: str, divided: bool) -> fx.Node:
+    def _clone(self, form: Op, scope: Scope, divided: bool) -> fx.Node:
         """The same op, not in place, on other arguments."""
         node = form.node
         new = {
-            arg: self._argument(inner, node, whose, divided) for arg, inner in form.inner if isinstance(arg, fx.Node)
+            arg: self._argument(inner, node, scope, divided)
+            for arg, inner in form.arguments.items()
+            if isinstance(arg, fx.Node)
         }
-        numbers = {arg: inner for arg, inner in form.inner if not isinstance(arg, fx.Node)}
+        numbers = [arg for arg in form.arguments if not isinstance(arg, fx.Node)]
         args: Any = fx.map_arg(node.args, lambda source: new.get(source, source))
         kwargs: Any = fx.map_arg(dict(node.kwargs), lambda source: new.get(source, source))
-        if numbers and any(arg != 0 for arg in numbers):
-            shared = {arg: self._plain(node, operator.mul, (self._share(OWN), arg)) for arg in numbers}
+        if any(arg != 0 for arg in numbers):
+            shared = {arg: self._product(node, self._share(Scope.OWN), arg) for arg in numbers}
             args = tuple(shared.get(arg, arg) if _is_number(arg) else arg for arg in args)
             kwargs = {k: shared.get(v, v) if _is_number(v) and k != "alpha" else v for k, v in kwargs.items()}
         target: Any = node.target
@@ -96,14 +119,14 @@ class Emission:
             return self._call(node, _not_in_place(str(target)), args, kwargs, method=True)
         return self._call(node, getattr(operator, name_of(node), target) if _in_place(target) else target, args, kwargs)
 
-    def _argument(self, form: Form, user: fx.Node, whose: str, divided: bool) -> fx.Node:
-        if isinstance(form, Keep):
-            share = EACH if whose == WINDOW else OWN
-            if (form.node, share, user) not in self._made:
-                made = self._call(user, torch.mul, (form.node, self._share(share)), like=form.node)
-                self._made[(form.node, share, user)] = made
-            return self._made[(form.node, share, user)]
-        return self.write(form, whose, divided)
+    def _argument(self, form: Form, user: fx.Node, scope: Scope, divided: bool) -> fx.Node:
+        if not isinstance(form, Keep):
+            return self.write(form, scope, divided)
+        share = Scope.EACH if scope is Scope.WINDOW else Scope.OWN
+        key = (form.node, share, user)
+        if key not in self._made:
+            self._made[key] = self._call(user, torch.mul, (form.node, self._share(share)), like=form.node)
+        return self._made[key]
 
     def _typed(self, value: fx.Node, like: fx.Node) -> fx.Node:
         wanted, has = op_of(like).dtype, op_of(value).dtype
@@ -125,42 +148,45 @@ class Emission:
             self._numerators[node] = made
         return self._numerators[node]
 
-    def _times_replicas(self, node: fx.Node, value: fx.Node, whose: str, before: bool = False) -> fx.Node:
-        if whose == OWN or self._replicas == 1:
+    def _times_replicas(self, node: fx.Node, value: fx.Node, scope: Scope) -> fx.Node:
+        if scope is Scope.OWN or self._replicas == 1:
             return value
-        return self._call(node, torch.mul, (value, self._replicas), after=not before)
+        return self._call(node, torch.mul, (value, self._replicas), after=value is node)
 
     # ---- numbers
 
-    def put(self, user: fx.Node, source: fx.Node, quantity: Quantity, whose: str) -> None:
-        """Let an op compute with a number of the whole batch instead of `source`."""
-        number = self._number(quantity, whose)
-        meta = op_of(source)
-        if not meta.is_number:  # a tensor without dimensions: types of results may depend on its own
-            kind = {"dtype": meta.dtype, "device": self._device}
-            number = self._call(user, torch.full, ((), number), kind, like=source, differentiates=())
-        user.replace_input_with(source, number)
+    def swap(self, swap: Swap, scope: Scope) -> None:
+        """Let an op compute with a number of the whole batch instead of one of its arguments."""
+        number = self._number(swap.quantity, scope)
+        if not op_of(swap.source).is_number:  # types of results may depend on the type of a tensor
+            number = self._full(swap.user, number, like=swap.source)
+        swap.user.replace_input_with(swap.source, number)
 
-    def _share(self, whose: str) -> fx.Node:
-        return self._input(whose, SAMPLES, "share")
+    def _full(self, near: fx.Node, number: fx.Node, like: fx.Node | None = None) -> fx.Node:
+        """A number as a tensor without dimensions, of the type of `like` (or of `near`)."""
+        kind = {"dtype": op_of(like or near).dtype, "device": self._device}
+        return self._call(near, torch.full, ((), number), kind, like=like, differentiates=())
 
-    def _number(self, quantity: Quantity, whose: str) -> fx.Node:
-        return self._input(whose, quantity.name, "whole")
+    def _share(self, scope: Scope) -> fx.Node:
+        return self._input(scope, SAMPLES, "share")
 
-    def _input(self, whose: str, key: str, name: str) -> fx.Node:
-        if (whose, key) not in self._numbers:
+    def _number(self, quantity: Quantity, scope: Scope) -> fx.Node:
+        return self._input(scope, quantity.name, "whole")
+
+    def _input(self, scope: Scope, key: str, name: str) -> fx.Node:
+        number = NumberInput(scope, key)
+        if number not in self._numbers:
             last = [node for node in self._graph.nodes if node.op == "placeholder"][-1]
             with self._graph.inserting_after(last):
-                made = self._graph.placeholder(f"{name}_{whose}_{len(self._numbers)}")
+                made = self._graph.placeholder(f"{name}_{scope.value}_{len(self._numbers)}")
             set_op(made, OpMeta(is_number=True))
-            self._numbers[(whose, key)] = made
-            self.names[made.name] = (whose, key)
-        return self._numbers[(whose, key)]
+            self._numbers[number] = made
+        return self._numbers[number]
 
-    def _plain(self, near: fx.Node, op: Any, args: tuple[Any, ...]) -> fx.Node:
+    def _product(self, near: fx.Node, first: fx.Node, second: Any) -> fx.Node:
         """A product of plain numbers."""
         with self._graph.inserting_before(near):
-            made = self._graph.call_function(op, args)
+            made = self._graph.call_function(operator.mul, (first, second))
         set_op(made, op_of(near).beside(is_number=True, replicable=True, computes=False))
         self.origins[made.name] = near.name
         return made
@@ -179,9 +205,8 @@ class Emission:
         like: fx.Node | None = None,
         differentiates: Sequence[fx.Node] | None = None,
     ) -> fx.Node:
-        """An op beside `near`: before it (it may be in place), or after it if it uses its value."""
-        place = self._graph.inserting_after(near) if after else self._graph.inserting_before(near)
-        with place:
+        """Write an op before `near` (which may be in place), or with `after` behind it, to use its value."""
+        with self._graph.inserting_after(near) if after else self._graph.inserting_before(near):
             make = self._graph.call_method if method else self._graph.call_function
             made: fx.Node = make(target, args, kwargs or {})
         through = made.all_input_nodes if differentiates is None else differentiates
@@ -211,9 +236,9 @@ class Emission:
         output.args = (tuple(outputs),)
         candidates = {form.node for form in forms if isinstance(form.node, fx.Node)}
         self._drop(candidates)
-        for form in {id(form): form for form in forms}.values():
+        for form in dict.fromkeys(forms):
             if isinstance(form, Ratio) and form.node in self._numerators and form.node.users:
-                # Something else needs the value of the micro-batch: not the whole loss once more for that.
+                # Another op needs the value of the micro-batch: it gets it without the whole loss computed once more.
                 made = self._call(form.node, torch.div, (self._numerators[form.node], form.quantity.node))
                 form.node.replace_all_uses_with(made)
         self._drop(candidates)

@@ -1,7 +1,12 @@
-"""Which values of a recording follow the batch: their sizes, and what they are computed from."""
+"""Values of a recording that follow the batch: their sizes, and the values from which they are computed.
+
+Ops are told apart by plain names: `a + b`, `torch.add(a, b)` and `a.add_(b)` are one op.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,20 +19,137 @@ from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.op import op_of, where_is
 from pipepart.recording.trace import intrinsics
 
-__all__ = ["Following", "Unknown"]
+__all__ = [
+    "Following",
+    "Unknown",
+    "argument",
+    "assigned_path",
+    "before",
+    "dims_of",
+    "name_of",
+    "operands",
+    "outputs_of",
+    "sources_of",
+]
+
+_HOMES = ("torch", "_operator", "builtins", "math")
+_SAME = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg",
+    "itruediv": "div", "iadd": "add", "isub": "sub", "imul": "mul", "radd": "add", "rmul": "mul", "rtruediv": "rdiv",
+    "concat": "cat", "concatenate": "cat", "clamp_min": "clamp",
+}  # fmt: skip
+
+
+# ---- ops and their arguments
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of the op of torch or Python that a node calls; empty for calls of anything else."""
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op == "call_function":
+        target: Any = node.target
+        home = str(getattr(target, "__module__", None) or "torch")
+        if hasattr(target, "stable_name") or home.partition(".")[0] not in _HOMES:
+            return ""
+        name = str(getattr(target, "__name__", ""))
+    else:
+        return ""
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+    elif name.endswith("_") and not name.startswith("_"):
+        name = name[:-1]  # in place
+    return _SAME.get(name, name)
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, positional or named; a method's own tensor is at position 0."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def operands(node: fx.Node) -> tuple[Any, Any]:
+    """The two operands of an arithmetic op, in the order of the arithmetic."""
+    first, second = argument(node, 0, "input"), argument(node, 1, "other")
+    return (second, first) if name_of(node) in ("rsub", "rdiv") else (first, second)
+
+
+def dims_of(node: fx.Node, rank: int) -> tuple[int, ...] | None:
+    """The dimensions that a reduction goes over, counted from the front; None if they are not plain numbers."""
+    dims = argument(node, 1, "dim", node.kwargs.get("axis"))
+    if dims is None or dims in ((), []):
+        return tuple(range(rank))
+    wanted: list[Any] = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, (tuple, list)) else [None]
+    if any(type(dim) is not int for dim in wanted):
+        return None
+    return tuple(sorted(dim % rank if rank else dim for dim in wanted))
+
+
+def before(value: Any, names: Collection[str]) -> Any:
+    """The value to which a chain of ops with these names was applied; the value itself if there is no such op."""
+    while isinstance(value, fx.Node) and name_of(value) in names:
+        value = value.args[0]
+    return value
+
+
+def sources_of(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
+    """These nodes and all nodes from which they are computed, without those at which the walk is to `stop`."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found and not stop(node):
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def assigned_path(node: fx.Node) -> str:
+    """The path of the attribute that an assignment sets."""
+    owner: Any = node.args[0]
+    return f"{owner.target}.{node.args[1]}" if owner.target else str(node.args[1])
+
+
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """The flat outputs of a recorded graph."""
+    output: fx.Node = next(reversed(graph.nodes))
+    results: Any = output.args[0]
+    return list(results)
+
+
+# ---- dependence on the batch
 
 
 class Unknown(Exception):
-    """The value of a node for the whole batch cannot be told from its values for micro-batches, as far as is known."""
+    """The value of a node for the whole batch does not follow from its values for micro-batches by a known rule."""
 
     def __init__(self, node: fx.Node, why: str) -> None:
         where = node.name if node.op in ("get_attr", "output") else f"{node.name} in {where_is(node)}"
         super().__init__(f"{where}: {why}")
-        self.node = node
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """A recorded run that differs from the first run only in its number of samples."""
+
+    run: int
+    first: int
+    """The number of samples in the first run."""
+    other: int
+    """The number of samples in this run."""
+
+    def differ(self, row: Sequence[int]) -> bool:
+        """Whether a size, given for all runs, follows the number of samples."""
+        return row[self.run] != row[0]
+
+    def scale(self, row: Sequence[int]) -> bool:
+        """Whether a size, given for all runs, is a multiple of the number of samples."""
+        return self.differ(row) and row[self.run] * self.first == row[0] * self.other
 
 
 class Following:
-    """What the sizes of the recorded runs say: in one of them, nothing but the number of samples was another."""
+    """The dependence of values on the batch, as the sizes of the recorded runs and the ops between them show it."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -35,8 +157,7 @@ class Following:
         self._inputs = dict(zip((n for n in self._nodes if n.op == "placeholder"), recording.inputs))
         self._sizes = self._batch_sizes()
 
-    def _batch_sizes(self) -> tuple[int, int, int] | None:
-        """The recorded run with another number of samples, and the numbers of samples then and in the first run."""
+    def _batch_sizes(self) -> _Sizes | None:
         tensors = [node for node, spec in self._inputs.items() if spec.kind == "tensor" and spec.shape]
         rows = {node: op_of(node).rows for node in tensors}
         first = next((node for node in tensors if self._inputs[node].dynamic[:1] == (True,)), None)
@@ -50,11 +171,11 @@ class Following:
             for dim, row in enumerate(rows[node]):
                 if row[run] != row[0] and (dim > 0 or (row[0], row[run]) != (batch[0], batch[run])):
                     return None  # other sizes were changed with it
-        return run, batch[0], batch[run]
+        return _Sizes(run, batch[0], batch[run])
 
     @property
     def known(self) -> bool:
-        """Whether the recording tells anything: its example could be run with another number of samples."""
+        """Whether the recording has a run with another number of samples; without it, nothing is known."""
         return self._sizes is not None
 
     def ragged(self, node: fx.Node) -> bool:
@@ -71,25 +192,27 @@ class Following:
         rows = op_of(node).rows
         if len(rows) != len(meta.shape):
             raise Unknown(node, "its sizes were not seen in all recorded runs")
-        run, size, other = self._sizes
-        found = []
-        for dim, row in enumerate(rows):
-            if row[run] == row[0]:
-                continue
-            if row[run] * size != row[0] * other:
+        found = [dim for dim, row in enumerate(rows) if self._sizes.differ(row)]
+        for dim in found:
+            if not self._sizes.scale(rows[dim]):
                 raise Unknown(node, f"dimension {dim} is no multiple of the number of samples")
-            found.append(dim)
         return tuple(found)
+
+    def has_samples(self, node: fx.Node) -> bool:
+        """Whether a tensor has a dimension of samples, or may have one."""
+        try:
+            return self.ragged(node) or bool(self.dims(node))
+        except Unknown:
+            return True
 
     def counts_samples(self, node: fx.Node) -> bool:
         """Whether a plain number is a size that is a multiple of the number of samples."""
-        if node.target not in ("size", "numel") or self._sizes is None or self.ragged_source(node):
+        if node.target not in ("size", "numel") or self._sizes is None or self._of_ragged(node):
             return False
-        run, size, other = self._sizes
         rows = op_of(node).rows
-        return bool(rows) and rows[0][run] != rows[0][0] and rows[0][run] * size == rows[0][0] * other
+        return bool(rows) and self._sizes.scale(rows[0])
 
-    def ragged_source(self, node: fx.Node) -> bool:
+    def _of_ragged(self, node: fx.Node) -> bool:
         return any(self.ragged(source) for source in node.all_input_nodes)
 
     def depends(self, node: fx.Node) -> bool:
@@ -102,7 +225,7 @@ class Following:
         for node in self._nodes:
             if node.op == "placeholder":
                 spec = self._inputs.get(node)
-                if spec is not None and spec.kind == "tensor" and spec.shape and self._cut(node):
+                if spec is not None and spec.kind == "tensor" and spec.shape and self._is_split(node):
                     found.add(node)
             elif node.op not in ("get_attr", "output"):
                 meta = op_of(node)
@@ -110,19 +233,19 @@ class Following:
                     found.add(node)
         return found
 
-    def _cut(self, node: fx.Node) -> bool:
+    def _is_split(self, node: fx.Node) -> bool:
         rows = op_of(node).rows
-        return not rows or self._sizes is None or rows[0][self._sizes[0]] != rows[0][0]
+        return not rows or self._sizes is None or self._sizes.differ(rows[0])
 
     def _fixed_size(self, node: fx.Node) -> bool:
-        """A size that was the same with another number of samples."""
+        """Whether this is a size that was the same with another number of samples."""
         rows = op_of(node).rows
         if node.target != "size" or not op_of(node).is_number or not rows or self._sizes is None:
             return False
-        return not self.ragged_source(node) and rows[0][self._sizes[0]] == rows[0][0]
+        return not self._of_ragged(node) and not self._sizes.differ(rows[0])
 
-    def take(self, node: fx.Node) -> None:
-        """A read of a buffer that was not in the recording."""
+    def add_buffer(self, node: fx.Node) -> None:
+        """Add a read of a buffer that was not in the recording."""
         self._pure.add(node)
 
     def pure(self, node: fx.Node) -> bool:

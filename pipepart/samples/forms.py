@@ -1,6 +1,6 @@
-"""How the value of a node for the whole batch is made of its values for micro-batches: a small tree over recorded nodes.
+"""Forms: the value of an output for the whole batch as a tree of sums over samples and their denominators.
 
-The tree of a loss `ce(x, y) + 0.1 * (l * mask).sum() / mask.sum()`:
+The form of a loss `ce(x, y) + 0.1 * (l * mask).sum() / mask.sum()`:
 
 ```
 Op add ---- Ratio ce        numerator: ce with reduction="sum", denominator: targets of the batch that are not ignored
@@ -10,7 +10,7 @@ Op add ---- Ratio ce        numerator: ce with reduction="sum", denominator: tar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,137 +19,129 @@ import torch.fx as fx
 from pipepart.samples.quantities import SAMPLES, Quantity
 
 __all__ = [
+    "Denominator",
     "Form",
     "Keep",
-    "Monomial",
     "Op",
     "Ratio",
     "Scaled",
     "Share",
     "Sum",
     "Whole",
+    "denominators",
     "is_plain_sum",
-    "law_of",
-    "monomials",
+    "law_of_output",
     "parts_of",
 ]
 
-Monomial = tuple[tuple[str, int], ...]
-"""What a term is divided by: powers of quantities of the batch, by their keys."""
+Denominator = tuple[tuple[str, int], ...]
+"""Powers of quantities by their keys, sorted. A number that divides has a negative power."""
 
 
 @dataclass(frozen=True, eq=False)
-class Keep:
-    """Does not depend on the batch."""
+class Form:
+    """The rule by which values of micro-batches make up the value of `node` for the whole batch."""
 
     node: Any
-    """A node, or a plain number."""
+    """A node; of `Keep` also a plain number."""
+
+
+class Keep(Form):
+    """A value that does not depend on the batch."""
+
+
+class Sum(Form):
+    """A sum over samples: values of micro-batches add up."""
+
+
+class Share(Form):
+    """A mean over samples: each micro-batch is weighted by its share of samples."""
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class Whole(Form):
     """A number that comes from the batch alone: the first stage computes it for the whole batch."""
 
-    node: fx.Node
     quantity: Quantity
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
-    """A sum over samples: values of micro-batches add up."""
+class Ratio(Form):
+    """A sum over samples, divided by a quantity that depends on the contents of the batch."""
 
-    node: fx.Node
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """A mean over samples: each micro-batch counts by its share of samples."""
-
-    node: fx.Node
-
-
-@dataclass(frozen=True, eq=False)
-class Ratio:
-    """A sum over samples, divided by something that depends on the contents of the batch."""
-
-    node: fx.Node
     quantity: Quantity
     numerator: Callable[[fx.Graph], fx.Node]
     """Writes the op that computes the sum instead."""
-    per_row: Any = None
-    """A node of selected rows: the mean also goes over the other dimensions of it."""
+    per_row: fx.Node | None = None
+    """Selected rows, if the mean also goes over their other dimensions."""
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled:
+class Scaled(Form):
     """A form, multiplied with or divided by a number that comes from the batch alone."""
 
-    node: fx.Node
-    inner: Form
+    term: Form
     quantity: Quantity
     power: int
     """1 or -1."""
 
 
 @dataclass(frozen=True, eq=False)
-class Op:
+class Op(Form):
     """A linear op on forms; its other arguments do not depend on the batch."""
 
-    node: fx.Node
-    inner: tuple[tuple[Any, Form], ...]
-    """Arguments (nodes or plain numbers) and what they are."""
+    arguments: Mapping[Any, Form]
+    """Forms of arguments, by argument (a node or a plain number)."""
 
 
-Form = Keep | Whole | Sum | Share | Ratio | Scaled | Op
-
-
-def leaves(form: Form, power: Monomial = ()) -> Iterator[tuple[Form, Monomial]]:
-    """The terms of a form with what each is divided by."""
+def _inner(form: Form) -> tuple[Form, ...]:
+    """The forms from which a form is made; empty for a term."""
     if isinstance(form, Op):
-        for _, inner in form.inner:
-            yield from leaves(inner, power)
-    elif isinstance(form, Scaled):
-        yield from leaves(form.inner, _times(power, form.quantity.key, form.power))
-    elif isinstance(form, Ratio):
-        yield form, _times(power, form.quantity.key, -1)
-    elif isinstance(form, Share):
-        yield form, _times(power, SAMPLES, -1)
-    else:
-        yield form, power
+        return tuple(form.arguments.values())
+    return (form.term,) if isinstance(form, Scaled) else ()
 
 
-def _times(power: Monomial, key: str, by: int) -> Monomial:
-    powers = dict(power)
-    powers[key] = powers.get(key, 0) + by
-    return tuple(sorted((name, value) for name, value in powers.items() if value))
+def _powers(form: Form) -> Denominator:
+    """The quantities by which a form itself, apart from those inside it, multiplies or divides."""
+    if isinstance(form, (Ratio, Scaled)):
+        return ((form.quantity.key, form.power if isinstance(form, Scaled) else -1),)
+    return ((SAMPLES, -1),) if isinstance(form, Share) else ()
 
 
 def parts_of(form: Form) -> Iterator[Form]:
-    """A form and all forms inside of it."""
+    """A form and all forms inside it."""
     yield form
-    if isinstance(form, Op):
-        for _, inner in form.inner:
-            yield from parts_of(inner)
-    elif isinstance(form, Scaled):
-        yield from parts_of(form.inner)
+    for inner in _inner(form):
+        yield from parts_of(inner)
 
 
-def monomials(form: Form) -> set[Monomial]:
-    """What the terms that depend on parameters and on the batch are divided by, one entry for terms that share it."""
-    return {power for leaf, power in leaves(form) if not isinstance(leaf, (Keep, Whole))}
+def _terms(form: Form, outside: Denominator = ()) -> Iterator[tuple[Form, Denominator]]:
+    """The terms of a form, each with its denominator."""
+    powers = dict(outside)
+    for key, power in _powers(form):
+        powers[key] = powers.get(key, 0) + power
+    denominator = tuple(sorted((key, power) for key, power in powers.items() if power))
+    if not _inner(form):
+        yield form, denominator
+    for inner in _inner(form):
+        yield from _terms(inner, denominator)
 
 
-def law_of(form: Form) -> str:
-    """ "constant", "mean" (by the share of samples, as it is) or "sum" (once weights are written into the graph)."""
-    found = list(leaves(form))
-    if all(isinstance(leaf, Keep) and not power for leaf, power in found):
+def denominators(form: Form) -> set[Denominator]:
+    """The denominators of the terms that depend on parameters and on the batch."""
+    return {denominator for term, denominator in _terms(form) if not isinstance(term, (Keep, Whole))}
+
+
+def law_of_output(form: Form) -> str:
+    """ "constant", "mean" (weighted by samples, as it is) or "sum" (once weights are written into the graph)."""
+    found = list(_terms(form))
+    if all(isinstance(term, Keep) and not denominator for term, denominator in found):
         return "constant"
-    plain = (((SAMPLES, -1),), ())
-    if all(isinstance(leaf, (Keep, Share)) and power == plain[isinstance(leaf, Keep)] for leaf, power in found):
+    if all(isinstance(term, (Keep, Share)) and denominator == _powers(term) for term, denominator in found):
         return "mean"
     return "sum"
 
 
 def is_plain_sum(form: Form) -> bool:
     """Whether values of micro-batches add up as they are."""
-    return all(isinstance(leaf, Sum) and not power for leaf, power in leaves(form))
+    return all(isinstance(term, Sum) and not denominator for term, denominator in _terms(form))

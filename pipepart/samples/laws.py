@@ -1,4 +1,4 @@
-"""How the value of one op on a whole batch follows from its values on the parts of that batch."""
+"""Laws: how the value of an op for a whole batch follows from its values for the parts of that batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["SHARED", "UNKNOWN", "Law", "law_of", "merged", "same"]
+__all__ = ["SHARED", "UNKNOWN", "Law", "concatenated_dim", "law_of", "merged"]
 
 _EXACT = 1e-7
-"""Relative to the largest element of a value in float64: what two orders of summation may differ by."""
+"""The difference that another order of summation may make in float64, relative to the largest element."""
 _ROUNDED = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.complex64: 1e-3}
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16)
 
@@ -22,12 +22,18 @@ _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16)
 class Law:
     """The way from the values of the parts to the value of the whole.
 
-    ``batched``: one after the other along `dim`. ``shared``: all are equal. ``mean``: the mean, weighted by the number of
-    samples. ``sum``: the sum. ``blocks``: along `dim` several blocks of samples, each of them one after the other (two
-    views, crops, time steps that were put together before the network). ``rows``: the same rows along `dim` in another
-    order. ``numbered``: whole numbers one after the other along `dim`, those of a part counted on from the samples of
-    the parts before it (to which graph a node belongs). ``shifted``: the same with any other number for each part (which
-    nodes an edge connects). ``tuple``: several values that each have a law. ``unknown``: none of these.
+    - ``batched``: the concatenation along `dim`.
+    - ``shared``: all are equal.
+    - ``mean``: the mean, weighted by the number of samples.
+    - ``sum``: the sum.
+    - ``blocks``: several blocks of samples along `dim`, each of which is concatenated (two views, crops or time steps that
+      were put together before the network).
+    - ``rows``: the same rows along `dim` in another order.
+    - ``numbered``: whole numbers, concatenated along `dim` after the samples of the parts before are added (the graph to
+      which a node belongs).
+    - ``shifted``: the same with any other number for each part (the nodes that an edge connects).
+    - ``tuple``: several values, each with a law of its own.
+    - ``unknown``: none of these.
     """
 
     kind: str
@@ -39,7 +45,7 @@ class Law:
 
     @property
     def merges(self) -> bool:
-        """The whole can be made of the parts."""
+        """Whether the whole can be made from the parts."""
         return self.kind in ("batched", "blocks", "shared", "mean", "sum", "numbered")
 
 
@@ -47,7 +53,7 @@ UNKNOWN, SHARED = Law("unknown"), Law("shared")
 
 
 def law_of(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Law:
-    """The law that holds between a value of the whole batch and those of its parts, of `sizes` samples."""
+    """The law between a value of the whole batch and those of its parts, which have `sizes` samples."""
     if isinstance(whole, np.ndarray) and all(isinstance(part, np.ndarray) for part in parts):
         whole, parts = torch.as_tensor(whole), [torch.as_tensor(part) for part in parts]
     if isinstance(whole, torch.Tensor):
@@ -78,7 +84,7 @@ def law_of(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Law:
 
 
 def merged(law: Law, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The value of the whole from those of the parts, of `sizes` samples. Gradients flow back to the parts."""
+    """The value of the whole from those of the parts, which have `sizes` samples. Gradients flow back to the parts."""
     if law.kind == "batched":
         return torch.cat(list(parts), law.dim) if len(parts) > 1 else parts[0]
     if law.kind == "blocks":
@@ -96,8 +102,19 @@ def merged(law: Law, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     return parts[-1]
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal up to the order of summation."""
+def concatenated_dim(whole: Any, parts: Sequence[Any]) -> int | None:
+    """The dimension along which the parts have the shape of the whole if concatenated; None if there is none."""
+    if any(part.ndim != whole.ndim for part in parts):
+        return None
+    for dim in range(whole.ndim):
+        others = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in (whole, *parts)}
+        if len(others) == 1 and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
+            return dim
+    return None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal up to the order of summation."""
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):
@@ -112,49 +129,45 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _of_tensors(whole: torch.Tensor, parts: list[torch.Tensor], sizes: Sequence[int]) -> Law:
     if all(part.shape == whole.shape for part in parts):
-        if all(same(whole, part) for part in parts):
+        if all(_same(whole, part) for part in parts):
             return SHARED
-        if (whole.is_floating_point() or whole.is_complex()) and same(whole, merged(Law("mean"), parts, sizes)):
+        if (whole.is_floating_point() or whole.is_complex()) and _same(whole, merged(Law("mean"), parts, sizes)):
             return Law("mean")
-        if whole.dtype != torch.bool and same(whole, merged(Law("sum"), parts, ())):
+        if whole.dtype != torch.bool and _same(whole, merged(Law("sum"), parts, ())):
             return Law("sum")
         return UNKNOWN
-    if any(part.dim() != whole.dim() for part in parts):
+    dim = concatenated_dim(whole, parts)
+    if dim is None:
         return UNKNOWN
-    for dim in range(whole.dim()):
-        others = [size for i, size in enumerate(whole.shape) if i != dim]
-        fits = all([size for i, size in enumerate(part.shape) if i != dim] == others for part in parts)
-        if fits and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
-            together = torch.cat(parts, dim)
-            if same(whole, together):
-                return Law("batched", dim)
-            if whole.dtype in _WHOLE_NUMBERS and (kind := _counted_on(whole, parts, sizes, dim)):
-                return Law(kind, dim)
-            if _in_blocks(parts, sizes, dim) and same(whole, merged(Law("blocks", dim), parts, sizes)):
-                return Law("blocks", dim)
-            return Law("rows", dim) if _same_rows(whole, together, dim) else UNKNOWN
-    return UNKNOWN
+    together = torch.cat(parts, dim)
+    if _same(whole, together):
+        return Law("batched", dim)
+    if whole.dtype in _WHOLE_NUMBERS and (kind := _numbering(whole, parts, sizes, dim)):
+        return Law(kind, dim)
+    if _in_blocks(parts, sizes, dim) and _same(whole, merged(Law("blocks", dim), parts, sizes)):
+        return Law("blocks", dim)
+    return Law("rows", dim) if _same_rows(whole, together, dim) else UNKNOWN
 
 
 def _in_blocks(parts: list[torch.Tensor], sizes: Sequence[int], dim: int) -> bool:
-    """Each part has the same number of blocks of its samples, more than one."""
+    """Whether each part has the same number of blocks of its samples, more than one."""
     counts = {divmod(part.shape[dim], size) for part, size in zip(parts, sizes)}
     return len(counts) == 1 and all(count > 1 and rest == 0 for count, rest in counts)
 
 
-def _counted_on(whole: torch.Tensor, parts: list[torch.Tensor], sizes: Sequence[int], dim: int) -> str:
-    """Whether each part has the numbers of the whole up to one number for the part, and which law that is."""
+def _numbering(whole: torch.Tensor, parts: list[torch.Tensor], sizes: Sequence[int], dim: int) -> str:
+    """The law if each part has the numbers of the whole up to one offset for the part; empty if not."""
     mine = whole.split([part.shape[dim] for part in parts], dim)
     apart = [(a - b).unique() for a, b in zip(mine, parts) if a.numel()]
     if any(len(numbers) != 1 for numbers in apart) or max(part.numel() for part in parts) < 2:
         return ""
     if torch.equal(whole, merged(Law("numbered", dim), parts, sizes)):
         return "numbered"
-    return "shifted" if min(part.numel() for part in parts) > 1 else ""  # one number alone is always that
+    return "shifted" if min(part.numel() for part in parts) > 1 else ""  # a single number always has an offset
 
 
 def _same_rows(a: torch.Tensor, b: torch.Tensor, dim: int) -> bool:
-    """Whether two tensors have the same rows in some order, seen by one number for each row."""
+    """Whether two tensors have the same rows in some order, told by one number for each row."""
     rows = [t.movedim(dim, 0).flatten(1) if t.dim() > 1 else t.unsqueeze(1) for t in (a, b)]
     if rows[0].is_complex():
         rows = [torch.view_as_real(row).flatten(1) for row in rows]
@@ -162,7 +175,7 @@ def _same_rows(a: torch.Tensor, b: torch.Tensor, dim: int) -> bool:
     mix = torch.rand(rows[0].shape[1], generator=generator, dtype=torch.float64).to(a.device)
     numbers = [(torch.nan_to_num(row.double(), 0.0, 1e30, -1e30) @ mix).sort().values for row in rows]
     wanted = numbers[0] if a.dtype in (torch.float64, torch.complex128) else numbers[0].to(torch.float32)
-    return same(wanted, numbers[1].to(wanted.dtype))
+    return _same(wanted, numbers[1].to(wanted.dtype))
 
 
 def _of_numbers(whole: float, parts: Sequence[Any], sizes: Sequence[int]) -> Law:

@@ -1,7 +1,7 @@
 """A recording run on a batch and on its parts at the same time, op by op, each with a state of its own.
 
-In eval mode and, where the ops allow it, in float64, so that what differs does so because samples met. Nothing of the
-model is touched: parameters and buffers are stood in for.
+The model is in eval mode and, where the ops allow it, in float64, so that only ops in which samples meet make a
+difference. The model does not change: copies take the place of its parameters and buffers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,19 +24,39 @@ from pipepart.recording.model_state.state import preserved
 from pipepart.recording.op import op_of
 from pipepart.recording.trace.contexts import outside_rng
 from pipepart.recording.trace.intrinsics import check, set_attribute
-from pipepart.samples.laws import Law, law_of
+from pipepart.samples.follow import assigned_path
+from pipepart.samples.laws import Law, concatenated_dim, law_of
 
-__all__ = ["Lockstep", "Run", "evaluating"]
+__all__ = ["Lockstep", "Split", "evaluating", "run_in_lockstep"]
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
 _CASTS = {"float": "double", "half": "double", "bfloat16": "double"}
 _UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _APART = 0.05
-"""How far a parameter is moved at least; zeros are often where something is switched off at the start."""
+"""The least distance by which a parameter is moved; a zero often switches something off at the start."""
 _NORMS = ("batch_norm", "native_batch_norm")
 
 
-class Run:
+@dataclass(frozen=True)
+class Split:
+    """The leaves of a batch and of the parts into which it is split."""
+
+    whole: Sequence[Any]
+    parts: Sequence[Sequence[Any]]
+    sizes: tuple[int, ...]
+    """The number of samples of each part."""
+    sums: frozenset[int] = frozenset()
+    """Outputs that are sums over the parts instead of means."""
+    free: frozenset[int] = frozenset()
+    """Outputs that are merged in another way, and are not compared."""
+
+    def weights(self, output: int) -> list[float]:
+        """The weight of each part in an output."""
+        return [1.0 if output in self.sums else size / sum(self.sizes) for size in self.sizes]
+
+
+class _Run:
     """The values of one batch: of the whole, or of one part."""
 
     def __init__(
@@ -54,12 +75,12 @@ class Run:
         self.leaves = {node: self._own(leaf) for node, leaf in zip(placeholders, leaves)}
 
     def step(self, node: fx.Node) -> Any:
-        """Run one node; its value is kept."""
+        """Run one node and keep its value."""
         self.values[node] = value = self._result(node)
         return value
 
     def set(self, node: fx.Node, value: Any) -> None:
-        """Give a node another value; memory that it has changed in place gets it too."""
+        """Give a node another value, also in memory that it has changed in place."""
         before = self.values[node]
         if op_of(node).inplace and isinstance(before, torch.Tensor):
             with torch.no_grad():
@@ -72,17 +93,14 @@ class Run:
             return self.leaves[node]
         if node.op == "get_attr":
             return self._attribute(str(node.target))
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)  # type: ignore[misc]
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._value)  # type: ignore[misc]
         if node.op == "output":
             return args[0]
         if node.target is set_attribute:
-            owner: Any = node.args[0]
-            self.assigned[f"{owner.target}.{args[1]}" if owner.target else str(args[1])] = args[2]
+            self.assigned[assigned_path(node)] = args[2]
             return None
-        if node.target is check:  # sizes were looked at before; what data decided is for the runtime to look at
+        if node.target is check:  # sizes were checked before; the runtime checks decisions by data
             return None
-        if self.exact:
-            args, kwargs = _widened(args), _widened(kwargs)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(bool(op_of(node).grad_mode)))
             if not self.exact:
@@ -95,6 +113,12 @@ class Run:
                 name = str(node.target)
                 return getattr(args[0], _CASTS.get(name, name) if self.exact else name)(*args[1:], **kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _value(self, argument: Any) -> Any:
+        """The value of an argument of an op."""
+        if isinstance(argument, fx.Node):
+            return self.values[argument]
+        return _WIDE.get(argument, argument) if self.exact and isinstance(argument, torch.dtype) else argument
 
     def _attribute(self, path: str) -> Any:
         if path in self.assigned:
@@ -113,20 +137,18 @@ class Run:
         return self.buffers[id(tensor)]
 
     def _own(self, leaf: Any) -> Any:
-        """A copy of a tensor, in float64 if it is a floating one."""
+        """A copy of a tensor; an exact run has floating-point tensors in float64."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         wide = self.exact and leaf.dtype in _NARROW
         return leaf.detach().to(torch.float64) if wide else leaf.detach().clone()
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter somewhere else: at the start, gates are closed and all samples may take the same way."""
+        """A parameter with other values: at the start, gates are closed and all samples may take the same path."""
         if self.generator is None or not tensor.is_floating_point():
             return tensor
         noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64).to(tensor)
-        if (
-            self.generator.initial_seed() and tensor.numel()
-        ):  # once more: as far from the model and from the others as can be
+        if self.generator.initial_seed() and tensor.numel():  # a later run: far from the model and from other runs
             order = torch.randperm(tensor.numel(), generator=self.generator).to(tensor.device)
             tensor = tensor.flatten()[order].view_as(tensor)
         grown = tensor * 2 if tensor.dim() > 1 else tensor  # samples differ more after each layer
@@ -146,45 +168,27 @@ class Run:
 
 
 class Lockstep:
-    """The whole batch and its parts, side by side. `laws` has what holds for each node that has run."""
+    """The whole batch and its parts, side by side, after all nodes have run."""
 
-    def __init__(
-        self,
-        recording: Recording,
-        whole: Sequence[Any],
-        parts: Sequence[Sequence[Any]],
-        sizes: Sequence[int],
-        moved: int | None = None,
-    ):
-        """With `moved`, with other parameters than those of the model: the seed that they are drawn with."""
-        self.recording, self.sizes, self._moved = recording, tuple(sizes), moved
-        self._leaves = (whole, parts)
+    def __init__(self, recording: Recording, split: Split, moved: int | None, exact: bool) -> None:
+        """Run all nodes. With the seed `moved`, parameters have other values than those of the model."""
+        self.recording, self.split, self.exact = recording, split, exact
         self.laws: dict[fx.Node, Law] = {}
-        self.norms: list[fx.Node] = []
-        """Layers that normalise over the batch even in eval mode; the whole gets what its parts have."""
         self.chance: set[fx.Node] = set()
-        """Nodes whose law may hold for this batch alone: counts and flags made of values that have no law."""
+        """Nodes whose law may hold for this batch alone: counts and flags made from values without a law."""
         self.fragile: set[fx.Node] = set()
-        """Nodes whose law is no consequence of those of its arguments and is seen in whole numbers alone, and what is made
-        of nothing else."""
-        self.exact = True
-
-    def run(self) -> None:
-        """Run all nodes; once more in the types of the model if an op cannot do float64."""
-        try:
-            self._run(exact=True)
-        except Exception:
-            self._run(exact=False)
-
-    def _run(self, exact: bool) -> None:
-        whole, parts = self._leaves
-        self.exact, self.laws, self.norms, self.chance, self.fragile = exact, {}, [], set(), set()
+        """Nodes whose law does not follow from those of its arguments and is seen in whole numbers alone, and nodes that
+        are made from such nodes alone."""
         self.parameters: dict[int, torch.Tensor] = {}
-        generator = torch.Generator().manual_seed(self._moved) if self._moved is not None else None
-        self.whole = Run(self.recording, whole, self.parameters, exact, generator)
-        self.parts = [Run(self.recording, part, self.parameters, exact, generator) for part in parts]
-        with _default_dtype(torch.float64) if exact else ExitStack():
-            for node in self.recording.graph.nodes:
+        generator = torch.Generator().manual_seed(moved) if moved is not None else None
+        self.whole, *self.parts = (
+            _Run(recording, leaves, self.parameters, exact, generator) for leaves in (split.whole, *split.parts)
+        )
+        with ExitStack() as stack:
+            if exact:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
+            for node in recording.graph.nodes:
                 self._step(node)
 
     def _step(self, node: fx.Node) -> None:
@@ -201,8 +205,7 @@ class Lockstep:
                 self._draw(node, whole)
             elif self._normalises(node, name):
                 self._as_parts(node)
-        values = [part.values[node] for part in self.parts]
-        self.laws[node] = law = law_of(self.whole.values[node], values, self.sizes)
+        self.laws[node] = law = self._law(node)
         doubtful = any(source in self.chance or not self.laws[source].known for source in node.all_input_nodes)
         counts = law.known and _is_count(self.whole.values[node])
         if counts and doubtful:
@@ -212,37 +215,42 @@ class Lockstep:
         ):
             self.fragile.add(node)
 
+    def _values(self, node: fx.Node) -> list[Any]:
+        return [part.values[node] for part in self.parts]
+
+    def _law(self, node: fx.Node) -> Law:
+        return law_of(self.whole.values[node], self._values(node), self.split.sizes)
+
     def _made_of_fragile(self, node: fx.Node) -> bool:
         sources = [source for source in node.all_input_nodes if isinstance(self.whole.values[source], torch.Tensor)]
         own = [source for source in sources if source in self.fragile or self.laws[source].kind != "shared"]
         return bool(own) and all(source in self.fragile for source in own)
 
     def _adds_up(self, node: fx.Node) -> bool:
-        """Whether a tensor of the whole is another one than in the parts, not only more of it."""
+        """Whether a tensor of the whole has other values than those of the parts, not only more of them."""
         return self.laws[node].kind in ("mean", "sum") and isinstance(self.whole.values[node], torch.Tensor)
 
     def _consistent(self, node: fx.Node) -> bool:
         return all(self.laws[source].known for source in node.all_input_nodes)
 
     def _draw(self, node: fx.Node, whole: Any) -> None:
-        """Random numbers of the whole for the parts too, each its own samples."""
+        """Give the parts the random numbers of the whole, each those of its own samples."""
         if not isinstance(whole, (torch.Tensor, np.ndarray)) or not self._consistent(node):
             return
-        values = [part.values[node] for part in self.parts]
-        if all(value.shape == whole.shape for value in values):
-            pieces: Sequence[Any] = [whole] * len(values)
-        else:
-            lengths = _lengths(whole, values)
-            if lengths is None:
+        values = self._values(node)
+        pieces: Sequence[Any] = [whole] * len(values)
+        if any(value.shape != whole.shape for value in values):
+            dim = concatenated_dim(whole, values)
+            if dim is None:
                 return
-            pieces = torch.as_tensor(whole).split(lengths[1], lengths[0])
+            pieces = torch.as_tensor(whole).split([value.shape[dim] for value in values], dim)
             pieces = [piece.numpy() for piece in pieces] if isinstance(whole, np.ndarray) else pieces
         for part, piece in zip(self.parts, pieces):
             part.set(node, piece)
 
     def _offset(self, node: fx.Node) -> None:
-        """A random order of samples: in the whole, each part keeps to itself."""
-        values = [part.values[node] for part in self.parts]
+        """Give the whole a random order of samples in which each part keeps to itself."""
+        values = self._values(node)
         offsets = itertools.accumulate((len(value) for value in values[:-1]), initial=0)
         together = torch.cat([value + offset for value, offset in zip(values, offsets)])
         if together.shape == self.whole.values[node].shape:
@@ -255,63 +263,38 @@ class Lockstep:
         return node.op == "call_function" and name in _NORMS
 
     def _as_parts(self, node: fx.Node) -> None:
-        values = [part.values[node] for part in self.parts]
+        """Give the whole the values of its parts, from a layer that normalises over the batch even in eval mode."""
+        values = self._values(node)
         if not isinstance(values[0], torch.Tensor) or not self._consistent(node):
             return
         together = torch.cat(values)
-        if (
-            together.shape == self.whole.values[node].shape
-            and not law_of(self.whole.values[node], values, self.sizes).known
-        ):
-            self.norms.append(node)
+        if together.shape == self.whole.values[node].shape and not self._law(node).known:
             self.whole.set(node, together)
 
 
+def run_in_lockstep(recording: Recording, split: Split, moved: int | None = None) -> Lockstep:
+    """Run a batch and its parts in float64, or in the types of the model if an op does not support float64."""
+    try:
+        return Lockstep(recording, split, moved, exact=True)
+    except Exception:
+        return Lockstep(recording, split, moved, exact=False)
+
+
 def _is_count(value: Any) -> bool:
-    """Whether a value is made of whole numbers, which are easily equal by chance; real numbers are not."""
+    """Whether a value consists of whole numbers, which are easily equal by chance; real numbers are not."""
     if isinstance(value, torch.Tensor):
         return not value.is_complex() and (not value.is_floating_point() or bool((value == value.round()).all()))
     return isinstance(value, (bool, int)) or (isinstance(value, float) and value.is_integer())
 
 
 def _random_state() -> tuple[bytes, Any]:
-    """All generators that a model on this device draws from."""
+    """The state of all generators from which a model on this device draws."""
     return torch.get_rng_state().numpy().tobytes(), outside_rng()
-
-
-def _lengths(whole: Any, parts: Sequence[Any]) -> tuple[int, list[int]] | None:
-    """The dimension along which the parts have the size of the whole together, and their sizes."""
-    for dim in range(whole.ndim):
-        if all(part.ndim == whole.ndim for part in parts):
-            lengths = [part.shape[dim] for part in parts]
-            if sum(lengths) == whole.shape[dim] != lengths[0]:
-                return dim, lengths
-    return None
-
-
-def _widened(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value in _NARROW else torch.complex128 if value == torch.complex64 else value
-    if type(value) in (tuple, list):
-        return type(value)(_widened(item) for item in value)
-    if type(value) is dict:
-        return {key: _widened(item) for key, item in value.items()}
-    return value
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager
 def evaluating(root: nn.Module) -> Iterator[None]:
-    """The model in eval mode, with everything that a run may change put back afterwards, the modes too."""
+    """Put the model into eval mode; afterwards, restore its modes and everything else that a run may change."""
     with preserved(root):
         root.eval()
         yield

@@ -1,8 +1,10 @@
-"""The loss functions and loss modules of torch: what they sum over samples, and what they divide by."""
+"""The loss functions and loss modules of torch: their sums over samples, and their denominators."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,33 +15,25 @@ from torch import nn
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.op import OpMeta, op_of, set_op, shape_of
-from pipepart.samples.calls import name_of, parameters_of
-from pipepart.samples.follow import Following, Unknown
+from pipepart.samples.follow import Following, Unknown, before, name_of
 from pipepart.samples.forms import Form, Ratio, Share, Sum
 from pipepart.samples.quantities import Quantities, count_targets
-from pipepart.samples.rows import count_rows
 
 __all__ = ["loss_form"]
 
-_BY_TARGET = {"cross_entropy": F.cross_entropy, "nll_loss": F.nll_loss}
-"""Divided by the weights of the targets."""
-_BY_ELEMENT = {
-    function.__name__: function
-    for function in (
-        F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-        F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.soft_margin_loss, F.hinge_embedding_loss,
-    )
-}  # fmt: skip
+_BY_TARGET = ("cross_entropy", "nll_loss")
+"""Sums that are divided by the weights of the targets."""
+_BY_ELEMENT = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "kl_div", "poisson_nll_loss", "gaussian_nll_loss", "soft_margin_loss", "hinge_embedding_loss",
+)  # fmt: skip
 """Means over all elements."""
-_BY_SAMPLE = {
-    function.__name__: function
-    for function in (
-        F.cosine_embedding_loss, F.margin_ranking_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
-        F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.ctc_loss,
-    )
-}  # fmt: skip
+_BY_SAMPLE = (
+    "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
+    "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "ctc_loss",
+)  # fmt: skip
 """Means over samples."""
-_FUNCTIONS: dict[str, Any] = {**_BY_TARGET, **_BY_ELEMENT, **_BY_SAMPLE}
+_FUNCTIONS: dict[str, Any] = {name: getattr(F, name) for name in (*_BY_TARGET, *_BY_ELEMENT, *_BY_SAMPLE)}
 
 _MODULES: dict[type[nn.Module], str] = {
     nn.CrossEntropyLoss: "cross_entropy", nn.NLLLoss: "nll_loss", nn.MSELoss: "mse_loss", nn.L1Loss: "l1_loss",
@@ -56,26 +50,39 @@ _ATTRIBUTES = (
     "full", "eps", "margin", "p", "swap", "blank", "zero_infinity",
 )  # fmt: skip
 
+_WEIGHTED = ("mse_loss", "l1_loss", "huber_loss")
+"""Losses by element that are divided by the sum of their weights, if there are any."""
+
 _NEVER_IGNORED = ("argmax", "argmin", "arange", "randint", "multinomial", "argsort", "one_hot", "zeros", "bucketize")
 """Ops whose results are never negative."""
 
 
+_KEEP_VALUES = ("view", "reshape", "flatten", "contiguous", "detach", "to", "long")
+
+
 @dataclass(frozen=True)
 class _Call:
-    """A call of a loss, of a function or of a module alike."""
+    """A call of a loss function or of a loss module."""
 
     node: fx.Node
     name: str
+    """The name of the function."""
     arguments: dict[str, Any]
-    """By the names of the function."""
+    """Arguments by the parameter names of the function."""
     path: str | None
-    """The path of the module."""
+    """The path of the module; None for a call of the function."""
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.arguments.get(name, default)
 
+    @property
+    def reduction(self) -> str:
+        if self.get("size_average") is not None or self.get("reduce") is not None:
+            return nn._reduction.legacy_get_string(self.get("size_average"), self.get("reduce"), emit_warning=False)
+        return str(self.get("reduction", "mean"))
+
     def summed(self, graph: fx.Graph) -> fx.Node:
-        """The same loss as a sum."""
+        """Write the same loss as a sum."""
         arguments = {**self.arguments, "reduction": "sum"}
         for key in ("size_average", "reduce"):
             arguments.pop(key, None)
@@ -85,38 +92,35 @@ class _Call:
         return graph.call_function(_FUNCTIONS[self.name], (), arguments)
 
 
-def loss_form(node: fx.Node, recording: Recording, follow: Following, quantities: Quantities) -> Form | None:
-    """The form of a loss of torch; None if the node is none. Raises `Unknown`."""
+def loss_form(node: fx.Node, quantities: Quantities) -> Form | None:
+    """The form of a loss of torch; None if the node is no such loss. Raises `Unknown`."""
+    recording, follow = quantities.recording, quantities.follow
     call = _call_of(node, recording)
     if call is None:
         return None
-    reduction = _reduction_of(call)
+    by_element, by_target = call.name in _BY_ELEMENT, call.name in _BY_TARGET
     scores = call.get("input", call.get("log_probs", call.get("input1", call.get("anchor"))))
     if not isinstance(scores, fx.Node):
         raise Unknown(node, "its input is no recorded tensor")
+    if call.name in _WEIGHTED and call.get("weight") is not None:
+        return _weighted_mean(call, quantities)
     over = [value for value in call.arguments.values() if isinstance(value, fx.Node) and follow.depends(value)]
-    if (
-        call.name in _BY_ELEMENT
-        and call.get("weight") is not None
-        and call.name in ("mse_loss", "l1_loss", "huber_loss")
-    ):
-        return _weighted_mean(call, reduction, scores, over, follow, quantities)
-    ragged = any(follow.ragged(value) for value in over)
+    ragged = [value for value in over if follow.ragged(value)]
     if not ragged:
         _check_aligned(call, over, follow)
-    if reduction == "sum" or (reduction == "batchmean" and not ragged and 0 not in follow.dims(scores)):
+    if call.reduction == "sum" or (call.reduction == "batchmean" and not ragged and 0 not in follow.dims(scores)):
         return Sum(node)
-    if call.name in _BY_TARGET and not _is_floating(call.get("target"), recording):
-        return _by_target(call, recording, follow, quantities)
+    if by_target and not _is_floating(call.get("target"), recording):
+        return _by_target(call, quantities)
     if not ragged:
         return Share(node)
-    if call.name not in _BY_ELEMENT and call.name not in _BY_TARGET:
+    if not by_element and not by_target:
         raise Unknown(node, "a loss of this kind on a selection")
-    rows = count_rows(_first_ragged(over, follow), recording, follow, quantities)
-    per_row = scores if call.name in _BY_ELEMENT and reduction == "mean" else None
+    rows = quantities.count_rows(next((value for value in ragged if follow.pure(value)), ragged[0]))
+    per_row = scores if by_element and call.reduction == "mean" else None
     if per_row is not None and not follow.ragged(per_row):
         raise Unknown(node, "its input is no selection, and its target is one")
-    if call.name in _BY_TARGET and len(shape_of(scores)) != 2:
+    if by_target and len(shape_of(scores)) != 2:
         raise Unknown(node, "targets of several dimensions on a selection")
     return Ratio(node, rows, call.summed, per_row)
 
@@ -129,27 +133,23 @@ def _call_of(node: fx.Node, recording: Recording) -> _Call | None:
             return None
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             raise Unknown(node, "the module has hooks")
-        names = parameters_of(_FUNCTIONS[name])
-        inputs = parameters_of(type(module).forward)[1:]
+        names = _parameters_of(_FUNCTIONS[name])
+        inputs = _parameters_of(type(module).forward)[1:]
         given = {**dict(zip(inputs, node.args)), **node.kwargs}
+        if name == "poisson_nll_loss" and "log_input" in given:  # the module has this name for its input
+            given["input"] = given.pop("log_input")
         fixed = {key: getattr(module, key) for key in _ATTRIBUTES if hasattr(module, key) and key in names}
-        return _Call(node, name, {**fixed, **{_renamed(name, k): v for k, v in given.items()}}, str(node.target))
+        return _Call(node, name, {**fixed, **given}, str(node.target))
     name = name_of(node)
     if node.op != "call_function" or _FUNCTIONS.get(name) is not node.target:
         return None
-    arguments = {**dict(zip(parameters_of(node.target), node.args)), **node.kwargs}
+    arguments = {**dict(zip(_parameters_of(node.target), node.args)), **node.kwargs}
     return _Call(node, name, arguments, None)
 
 
-def _renamed(name: str, key: str) -> str:
-    """Modules and functions do not name their arguments alike."""
-    return {"poisson_nll_loss": {"log_input": "input"}}.get(name, {}).get(key, key)
-
-
-def _reduction_of(call: _Call) -> str:
-    if call.get("size_average") is not None or call.get("reduce") is not None:
-        return nn._reduction.legacy_get_string(call.get("size_average"), call.get("reduce"), emit_warning=False)
-    return str(call.get("reduction", "mean"))
+@cache
+def _parameters_of(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def _is_floating(target: Any, recording: Recording) -> bool:
@@ -164,7 +164,7 @@ def _is_floating(target: Any, recording: Recording) -> bool:
 
 
 def _check_aligned(call: _Call, over: list[fx.Node], follow: Following) -> None:
-    """Each operand has the samples once, all in the same place (after broadcasting, for losses by element)."""
+    """Check that each operand has one dimension of samples, the same in all (after broadcasting, for losses by element)."""
     places = set()
     for operand in over:
         dims = follow.dims(operand)
@@ -179,45 +179,28 @@ def _check_aligned(call: _Call, over: list[fx.Node], follow: Following) -> None:
         raise Unknown(call.node, "its operands have the samples in different dimensions")
 
 
-def _by_target(call: _Call, recording: Recording, follow: Following, quantities: Quantities) -> Form:
+def _by_target(call: _Call, quantities: Quantities) -> Form:
+    recording, follow = quantities.recording, quantities.follow
     target, weight = call.get("target"), call.get("weight")
     ignored = call.get("ignore_index", -100)
     made = weight is None and not follow.pure(target) and not follow.ragged(target)
-    if made and ignored < 0 and name_of(_source(target)) in _NEVER_IGNORED:
-        return Share(call.node)
+    if made and ignored < 0:
+        source = before(target, _KEEP_VALUES)
+        if name_of(source) in _NEVER_IGNORED:
+            return Share(call.node)
     if isinstance(weight, torch.Tensor):
         with recording.graph.inserting_before(call.node):
             weight = recording.graph.get_attr(f"{call.path}.weight")
         set_op(weight, OpMeta())
-        follow.take(weight)
+        follow.add_buffer(weight)
     count = quantities.count(call.node, count_targets, (target, ignored, weight))
     return Ratio(call.node, count, call.summed)
 
 
-def _source(node: Any) -> Any:
-    while isinstance(node, fx.Node) and name_of(node) in (
-        "view",
-        "reshape",
-        "flatten",
-        "contiguous",
-        "detach",
-        "to",
-        "long",
-    ):
-        node = node.args[0]
-    return node
-
-
-def _weighted_mean(
-    call: _Call, reduction: str, scores: fx.Node, over: list[fx.Node], follow: Following, quantities: Quantities
-) -> Form:
+def _weighted_mean(call: _Call, quantities: Quantities) -> Form:
     weight = call.get("weight")
-    if reduction == "sum":
+    if call.reduction == "sum":
         return Sum(call.node)
-    if not isinstance(weight, fx.Node) or not follow.depends(weight):
+    if not isinstance(weight, fx.Node) or not quantities.follow.depends(weight):
         raise Unknown(call.node, "its weights are not part of the batch")
     return Ratio(call.node, quantities.count(call.node, "sum", (weight,)), call.summed)
-
-
-def _first_ragged(over: list[fx.Node], follow: Following) -> fx.Node:
-    return next((v for v in over if follow.ragged(v) and follow.pure(v)), next(v for v in over if follow.ragged(v)))

@@ -1,4 +1,4 @@
-"""Which ops make samples meet: seen by running a recording on a batch and on its parts, not from a list of ops."""
+"""Ops in which samples meet, found by running a recording on a batch and on its parts, not by a list of ops."""
 
 from __future__ import annotations
 
@@ -6,31 +6,28 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipepart.recording import Recording
-from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.fingerprint import target_name
 from pipepart.recording.op import op_of
-from pipepart.recording.trace.intrinsics import changed, set_attribute
+from pipepart.recording.trace.intrinsics import changed
+from pipepart.samples.follow import outputs_of, sources_of
 from pipepart.samples.laws import UNKNOWN, Law
-from pipepart.samples.lockstep import Lockstep, evaluating
+from pipepart.samples.lockstep import Lockstep, Split, evaluating, run_in_lockstep
 
-__all__ = ["Fault", "Mixing", "Parts", "assigned_path", "fault_of", "persistent_writes", "sources_of", "study"]
+__all__ = ["Difference", "Fault", "LossPair", "Mixing", "fault_of", "study"]
 
 _SAME_GRADIENT = {True: 1e-6, False: 2e-2}
-"""By whether it ran in float64: how far gradients may be apart, relative to the largest of the parameter."""
+"""The largest difference of equal gradients, relative to the largest of the parameter; True: in float64."""
 
 
 @dataclass(frozen=True)
 class Fault:
     """An op after which the parts of a batch do not make up the whole any more."""
 
-    op: str
     target: str
     module: str
     source: str
@@ -41,78 +38,81 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Mixing:
-    """What came of a batch and its parts."""
+class LossPair:
+    """The loss of the whole batch, and that of its parts together."""
 
-    laws: Mapping[str, Law]
-    """By node name; a law that may hold by chance counts as none."""
-    wrong: tuple[int, ...] = ()
-    """The flat outputs that are not what the whole batch gives."""
-    fault: Fault | None = None
-    """The first op of these."""
-    loss: tuple[float, float] | None = None
-    """Of the whole batch, and of its parts together."""
-    gradient: tuple[float, str] | None = None
-    """The largest difference of gradients, relative to the largest gradient of that parameter, and its name."""
-    gradient_here: tuple[float, str] | None = None
-    """The same with the parameters of the model as they are."""
-    exact: bool = True
-    """It was run in float64."""
-    norms: tuple[str, ...] = ()
-    """Layers that normalise over the batch: modules."""
-    differs: Mapping[int, float] = field(default_factory=dict)
-    """Wrong outputs that are numbers: by how much, relative to the whole."""
-    fragile: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """Outputs that are right in whole numbers of this batch alone, which may be chance: the nodes that make it so."""
-    lost: frozenset[str] = frozenset()
-    """Nodes that have no law."""
+    whole: float
+    parts: float
 
-    @property
-    def same_gradients(self) -> bool:
-        return self.gradient is None or self.gradient[0] <= _SAME_GRADIENT[self.exact]
 
-    @property
-    def same(self) -> bool:
-        return not self.wrong and self.same_gradients
+@dataclass(frozen=True, order=True)
+class Difference:
+    """The largest difference of gradients, relative to the largest gradient of that parameter."""
+
+    relative: float
+    parameter: str
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Leaves of a whole batch and of its parts, and the outputs that are sums over the parts instead of means."""
+class Mixing:
+    """The comparison of a batch with its parts."""
 
-    whole: Sequence[Any]
-    parts: Sequence[Sequence[Any]]
-    sizes: tuple[int, ...]
-    sums: frozenset[int] = frozenset()
-    free: frozenset[int] = frozenset()
-    """Outputs that are put together in another way, which is not looked at."""
+    laws: Mapping[str, Law]
+    """Laws by node name; a law that may hold by chance is unknown."""
+    wrong: tuple[int, ...] = ()
+    """The flat outputs whose parts do not make up the whole."""
+    fault: Fault | None = None
+    """The first op on the way to these outputs."""
+    loss: LossPair | None = None
+    gradient: Difference | None = None
+    """The difference with the parameters of the model, or with moved ones if it is larger there."""
+    gradient_here: Difference | None = None
+    """The difference with the parameters of the model."""
+    exact: bool = True
+    """Whether all ops ran in float64."""
+    differs: Mapping[int, float] = field(default_factory=dict)
+    """Differences of wrong outputs relative to the whole; nan for outputs that are no single numbers."""
+    fragile: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """For outputs that are right in whole numbers of this batch alone, which may be chance: the nodes that count."""
+    lost: frozenset[str] = frozenset()
+    """Nodes without a law."""
+
+    @property
+    def same_gradients(self) -> bool:
+        """Whether the gradients of the parts make up those of the whole."""
+        return self.gradient is None or self.gradient.relative <= _SAME_GRADIENT[self.exact]
+
+    @property
+    def same(self) -> bool:
+        """Whether the parts make up the whole, in all outputs and gradients."""
+        return not self.wrong and self.same_gradients
 
 
-def study(recording: Recording, split: Parts, others: Iterable[Parts] = ()) -> Mixing:
-    """Run a recording on a batch and on its parts; nothing of the model changes.
+def study(recording: Recording, split: Split, others: Iterable[Split] = ()) -> Mixing:
+    """Run a recording on a batch and on its parts, without a change of the model.
 
-    It is run twice: with the parameters of the model, and with moved ones. Values that happen to be equal at the start
-    (closed gates, all samples of one kind) differ with moved parameters, and values that moved parameters saturate (a
-    sparse attention that becomes one-hot, so that its entropy is zero) differ with those of the model.
+    The comparison is made twice: with the parameters of the model, and with moved ones. Values that happen to be equal at
+    the start (closed gates, all samples of one kind) differ with moved parameters. Values that moved parameters saturate
+    (a sparse attention that becomes one-hot, so that its entropy is zero) differ with those of the model.
 
     Counts of samples that have met (hits, flags, places in an order) are whole numbers, which may agree by chance. Such
-    outputs must be right for `others` too: other samples of the same batch, each with parameters of its own.
+    outputs must also be right for `others`: other samples of the same batch, each with parameters of its own.
     """
     with evaluating(recording.root):
         found = _study(recording, split)
         with suppress(Exception):  # a model may refuse parameters that are not its own
             moved = _study(recording, split, moved=0)
-            if moved.loss is None or math.isfinite(sum(moved.loss)):
+            if moved.loss is None or math.isfinite(moved.loss.whole + moved.loss.parts):
                 found = _both(moved, found)
         found = _confirmed(recording, found, found)
         for seed, other in enumerate(others if found.fragile else (), 1):
-            with suppress(Exception):  # or samples that it was not recorded on
+            with suppress(Exception):  # or samples with which it was not recorded
                 found = _confirmed(recording, found, _study(recording, other, moved=seed, gradients=False))
         return found
 
 
 def _confirmed(recording: Recording, found: Mixing, again: Mixing) -> Mixing:
-    """What still holds after another run: an output is wrong, too, if an op that it counts on had its law by chance."""
+    """The result that still holds after another run: an output is also wrong if an op that counts for it lost its law."""
     met = {i: nodes & again.lost for i, nodes in found.fragile.items()}
     more = [i for i in found.fragile if i not in found.wrong and (i in again.wrong or met[i])]
     weak = {name for nodes in found.fragile.values() for name in nodes}
@@ -125,24 +125,16 @@ def _confirmed(recording: Recording, found: Mixing, again: Mixing) -> Mixing:
         laws=laws,
         wrong=tuple(sorted({*found.wrong, *more})),
         fault=found.fault or (fault_of(first) if first is not None else again.fault),
-        differs={**{i: again.differs.get(i, float("nan")) for i in more}, **found.differs},
+        differs={**{i: again.differs.get(i, math.nan) for i in more}, **found.differs},
     )
 
 
 def _both(moved: Mixing, here: Mixing) -> Mixing:
     """The laws that hold with both sets of parameters, the differences with either, their size with the model's own."""
-    laws = {name: law if moved.laws.get(name) == law else UNKNOWN for name, law in here.laws.items()}
-    for name, law in here.laws.items():  # all samples in one place look shared
-        other = moved.laws.get(name)
-        if other is not None and law.kind == "shared" and other.merges:
-            laws[name] = other
-        elif other is not None and other.kind == "shared" and law.merges:  # so do saturated ones
-            laws[name] = law
     nothing: frozenset[str] = frozenset()
-    outputs = {*moved.fragile, *here.fragile}
     return replace(
         moved,
-        laws=laws,
+        laws={name: _common(law, moved.laws.get(name, UNKNOWN)) for name, law in here.laws.items()},
         wrong=tuple(sorted({*moved.wrong, *here.wrong})),
         fault=moved.fault or here.fault,
         loss=here.loss,
@@ -150,104 +142,65 @@ def _both(moved: Mixing, here: Mixing) -> Mixing:
         gradient_here=here.gradient,
         exact=moved.exact and here.exact,
         differs={**dict.fromkeys(moved.wrong, 0.0), **here.differs},
-        fragile={i: moved.fragile.get(i, nothing) | here.fragile.get(i, nothing) for i in outputs},
+        fragile={
+            i: moved.fragile.get(i, nothing) | here.fragile.get(i, nothing) for i in {**moved.fragile, **here.fragile}
+        },
         lost=moved.lost | here.lost,
     )
 
 
-def _study(recording: Recording, split: Parts, moved: int | None = None, gradients: bool = True) -> Mixing:
-    pair = Lockstep(recording, split.whole, split.parts, split.sizes, moved)
-    pair.run()
-    outputs = _outputs(recording)
-    wrong = [
-        i for i, node in enumerate(outputs) if i not in split.free and not _merges(recording, i, node, pair, split)
-    ]
+def _common(here: Law, moved: Law) -> Law:
+    """The law that holds with both sets of parameters. Equal samples look shared, and so do saturated ones."""
+    if here.kind == "shared" and moved.merges:
+        return moved
+    return here if here == moved or (moved.kind == "shared" and here.merges) else UNKNOWN
+
+
+def _study(recording: Recording, split: Split, moved: int | None = None, gradients: bool = True) -> Mixing:
+    pair = run_in_lockstep(recording, split, moved)
+    outputs = outputs_of(recording.graph)
+    checked = [i for i, node in enumerate(outputs) if i not in split.free and isinstance(node, fx.Node)]
+    wrong = tuple(i for i in checked if not _merges(i, outputs[i], pair))
     loss, gradient = None, None
     if gradients and recording.loss_index is not None:
-        loss, gradient = _losses(recording, pair, split)
-    differs = {i: _relative(outputs[i], pair, split) for i in wrong}
-    norms = dict.fromkeys(op_of(node).module or node.name for node in pair.norms)
-    laws = {node.name: UNKNOWN if node in pair.chance else law for node, law in pair.laws.items()}
-    fault = _first_fault(recording, pair.laws, [outputs[i] for i in wrong])
-    fragile = {
-        i: frozenset(source.name for source in sources_of([node]) & pair.fragile)
-        for i, node in enumerate(outputs)
-        if i not in (*wrong, *split.free) and node in pair.fragile
-    }
-    lost = frozenset(node.name for node, law in pair.laws.items() if not law.known)
-    return Mixing(laws, tuple(wrong), fault, loss, gradient, gradient, pair.exact, tuple(norms), differs, fragile, lost)
-
-
-def persistent_writes(recording: Recording) -> list[fx.Node]:
-    """The ops that change what the next call reads: buffers in place, attributes that get a new tensor.
-
-    The statistics of BatchNorm layers do not count, also where a subclass updates them itself (timm): they are known to
-    follow micro-batches.
-    """
-    nodes = list(recording.graph.nodes)
-    read = {str(node.target) for node in nodes if node.op == "get_attr"}
-    kept = set().union(
-        *(
-            op_of(node).writes
-            for node in nodes
-            if node.op == "get_attr" and not _is_statistic(recording, str(node.target))
-        )
+        loss, gradient = _losses(recording.loss_index, outputs[recording.loss_index], pair)
+    return Mixing(
+        laws={node.name: UNKNOWN if node in pair.chance else law for node, law in pair.laws.items()},
+        wrong=wrong,
+        fault=_first_fault(recording, pair.laws, [outputs[i] for i in wrong]),
+        loss=loss,
+        gradient=gradient,
+        gradient_here=gradient,
+        exact=pair.exact,
+        differs={i: _relative(i, outputs[i], pair) for i in wrong},
+        fragile={
+            i: frozenset(source.name for source in sources_of([outputs[i]]) & pair.fragile)
+            for i in checked
+            if i not in wrong and outputs[i] in pair.fragile
+        },
+        lost=frozenset(node.name for node, law in pair.laws.items() if not law.known),
     )
-    found = []
-    for node in nodes:
-        if node.target is set_attribute:
-            found += [node] if assigned_path(node) in read else []
-        elif node.op in ("call_function", "call_method") and kept & op_of(node).mutates:
-            found.append(node)
-    return found
 
 
-def _is_statistic(recording: Recording, path: str) -> bool:
-    """Whether an attribute is a running mean or variance of a BatchNorm layer, or its count of batches."""
-    owner, _, name = path.rpartition(".")
-    if path in recording.constants:
-        return False
-    layer: Any = resolve(recording.root, owner) if owner else recording.root
-    return isinstance(layer, _BatchNorm) and name in ("running_mean", "running_var", "num_batches_tracked")
-
-
-def assigned_path(node: fx.Node) -> str:
-    """The attribute that an assignment is about."""
-    owner: Any = node.args[0]
-    return f"{owner.target}.{node.args[1]}" if owner.target else str(node.args[1])
-
-
-def _outputs(recording: Recording) -> list[Any]:
-    flat: Any = next(reversed(recording.graph.nodes)).args[0]  # type: ignore[call-overload]
-    return list(flat)
-
-
-def _merges(recording: Recording, index: int, node: Any, pair: Lockstep, split: Parts) -> bool:
-    """Whether the value of an output is what the runtime makes of the micro-batches."""
-    if not isinstance(node, fx.Node):
-        return True
+def _merges(index: int, node: fx.Node, pair: Lockstep) -> bool:
+    """Whether the runtime makes the value of an output from those of the micro-batches."""
     law, value = pair.laws[node], pair.whole.values[node]
-    if index in split.sums and isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
+        return law.known
+    if index in pair.split.sums:
         return law.kind == "sum" or (law.kind == "shared" and not bool(value.detach().any()))
-    if index == recording.loss_index or (isinstance(value, torch.Tensor) and value.dim() == 0):
-        counts = not value.is_floating_point() and law.kind == "sum"
-        return law.kind in ("mean", "shared") or counts
-    if isinstance(value, torch.Tensor):
-        return law.kind in ("shared", "mean") or (law.kind == "batched" and law.dim == 0)
-    return law.known
+    if index == pair.recording.loss_index or value.dim() == 0:
+        return law.kind in ("mean", "shared") or (law.kind == "sum" and not value.is_floating_point())
+    return law.kind in ("shared", "mean") or (law.kind == "batched" and law.dim == 0)
 
 
-def _losses(recording: Recording, pair: Lockstep, split: Parts) -> tuple[tuple[float, float], tuple[float, str] | None]:
-    """The loss of the whole and of the parts together, and how far their gradients are apart."""
-    index = recording.loss_index
-    assert index is not None
-    node = _outputs(recording)[index]
+def _losses(index: int, node: fx.Node, pair: Lockstep) -> tuple[LossPair, Difference | None]:
+    """The loss of the whole and of the parts together, and the difference of their gradients."""
     whole: torch.Tensor = pair.whole.values[node]
-    total = sum(split.sizes)
-    weights = [1.0 if index in split.sums else size / total for size in split.sizes]
-    together = torch.stack([part.values[node].reshape(()) * w for part, w in zip(pair.parts, weights)]).sum()
-    losses = float(whole.detach()), float(together.detach())
-    names = {id(parameter): name for name, parameter in recording.root.named_parameters()}
+    weighted = zip(pair.parts, pair.split.weights(index))
+    together = torch.stack([part.values[node].reshape(()) * weight for part, weight in weighted]).sum()
+    losses = LossPair(float(whole.detach()), float(together.detach()))
+    names = {id(parameter): name for name, parameter in pair.recording.root.named_parameters()}
     trained = [(names.get(key, "?"), p) for key, p in pair.parameters.items() if p.requires_grad]
     if not trained or not whole.requires_grad or not together.requires_grad:
         return losses, None
@@ -255,34 +208,33 @@ def _losses(recording: Recording, pair: Lockstep, split: Parts) -> tuple[tuple[f
     wanted = torch.autograd.grad(whole.reshape(()), tensors, retain_graph=True, allow_unused=True)
     got = torch.autograd.grad(together, tensors, allow_unused=True)
     largest = max((float(g.abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
-    worst = (0.0, trained[0][0])
+    worst = Difference(0.0, trained[0][0])
     for (name, _), a, b in zip(trained, wanted, got):
         if a is None and b is None:
             continue
         a, b = (x if x is not None else torch.zeros_like(y) for x, y in ((a, b), (b, a)))  # type: ignore[arg-type]
         if a.numel():
             scale = max(float(a.abs().max()), float(b.abs().max()), 1e-6 * largest, 1e-300)
-            worst = max(worst, (float((a - b).abs().max()) / scale, name), key=lambda item: item[0])
+            found = Difference(float((a - b).abs().max()) / scale, name)
+            worst = found if found.relative > worst.relative else worst
     return losses, worst
 
 
-def _relative(node: Any, pair: Lockstep, split: Parts) -> float:
+def _relative(index: int, node: fx.Node, pair: Lockstep) -> float:
     """The difference of a number between the whole and the mean (or sum) of its parts; nan for other values."""
     value = pair.whole.values[node]
     parts = [part.values[node] for part in pair.parts]
-    if not isinstance(value, torch.Tensor) or value.dim() or not all(isinstance(p, torch.Tensor) for p in parts):
-        return float("nan")
-    index = _outputs(pair.recording).index(node)
-    weights = [1.0 if index in split.sums else size / sum(split.sizes) for size in split.sizes]
-    mean = sum(float(p.detach()) * weight for p, weight in zip(parts, weights))
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (value, *parts)) or value.dim():
+        return math.nan
+    mean = sum(float(part.detach()) * weight for part, weight in zip(parts, pair.split.weights(index)))
     return abs(mean - float(value.detach())) / max(abs(float(value.detach())), 1e-12)
 
 
-def _first_fault(recording: Recording, laws: Mapping[fx.Node, Law], outputs: Sequence[Any]) -> Fault | None:
-    """The first op on the way to these outputs that has no law, while all that it works on has."""
+def _first_fault(recording: Recording, laws: Mapping[fx.Node, Law], outputs: Sequence[fx.Node]) -> Fault | None:
+    """The first op on the way to these outputs that has no law, while all its arguments have one."""
     on_the_way = sources_of(node for node in outputs if not laws[node].known)
     data: set[fx.Node] = set()
-    """Nodes that hold something of the samples themselves, not only of their number."""
+    """Nodes that depend on the samples themselves, not only on their number."""
     for node in recording.graph.nodes:
         if node.op == "placeholder":
             data.add(node)
@@ -295,19 +247,8 @@ def _first_fault(recording: Recording, laws: Mapping[fx.Node, Law], outputs: Seq
     return fault_of(outputs[0]) if outputs else None
 
 
-def sources_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they are made of."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo.extend(node.all_input_nodes)
-    return found
-
-
 def fault_of(node: fx.Node) -> Fault:
+    """A node as it is named in messages."""
     if node.op in ("get_attr", "output"):
-        return Fault(node.name, target_name(node.target), "", "")
-    return Fault(node.name, target_name(node.target).rpartition(".")[2], op_of(node).module, op_of(node).source)
+        return Fault(target_name(node.target), "", "")
+    return Fault(target_name(node.target).rpartition(".")[2], op_of(node).module, op_of(node).source)

@@ -1,34 +1,82 @@
-"""Numbers that come from the batch alone (counts of targets, sums of masks), computed before the step for the whole batch.
+"""Quantities: numbers that come from the batch alone, such as counts of targets, sums of masks and rows of selections.
 
-They are computed in two parts: what adds up over batches (sums, counts, sizes), and what is done with the sum (a clamp,
-a product with a constant). Between the two, the sums of several replicas are added.
+A term of a loss is divided by a quantity. Samples are also computed with quantities (`weights / weights.sum()`,
+`x / x.abs().max()`, `l / len(l)`): in a micro-batch, such a number differs from that of the whole batch. Numbers that come
+from the network are no quantities, because the graph does not tell whether samples meet there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch import nn
 
 from pipepart.recording import Recording
-from pipepart.recording.execution.emit import executable
-from pipepart.recording.execution.ops_run import used_tensors
+from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.op import op_of, set_op, shape_of
-from pipepart.recording.trace.intrinsics import check
-from pipepart.samples.calls import dims_of, name_of
-from pipepart.samples.follow import Following, Unknown
+from pipepart.recording.trace import intrinsics
+from pipepart.samples.follow import Following, Unknown, argument, before, name_of, sources_of
 
-__all__ = ["BATCHES", "SAMPLES", "Quantities", "Quantity", "Totals", "count_targets"]
+__all__ = ["SAMPLES", "DataCheck", "Quantities", "Quantity", "Swap", "count_targets", "text_of"]
 
-BATCHES = "batches"
 SAMPLES = "samples"
-"""The key of the number of samples, or anything proportional to it."""
+"""The key of the number of samples, or of anything proportional to it."""
 
-Totals = Callable[[Sequence[float]], list[float]]
-"""Adds numbers over replicas."""
+_CASTS = ("to", "float", "double", "half", "bfloat16", "long", "int", "type_as", "clone", "detach", "contiguous")
+_SHAPES = ("flatten", "view", "reshape", "contiguous")
+
+_ROWWISE = frozenset((
+    "abs", "absolute", "add", "addcmul", "addcdiv", "bfloat16", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "celu", "clamp", "clip", "clone", "contiguous", "cos", "cosh",
+    "cosine_similarity", "cross_entropy", "detach", "div", "double", "dropout", "elu", "erf", "exp", "expm1",
+    "float", "float_power", "gelu", "half", "hardtanh", "huber_loss", "kl_div", "l1_loss", "layer_norm",
+    "leaky_relu", "linear", "log", "log10", "log1p", "log2", "log_softmax", "logsigmoid", "logsumexp", "maximum",
+    "minimum", "mish", "mse_loss", "mul", "neg", "nll_loss", "normalize", "pow", "reciprocal", "relu", "relu6",
+    "rms_norm", "rsub", "rdiv", "rsqrt", "selu", "sigmoid", "sign", "silu", "sin", "smooth_l1_loss", "softmax",
+    "softplus", "sqrt", "square", "sub", "tanh", "to", "type_as", "where", "xlogy",
+))  # fmt: skip
+"""Ops whose result has the rows of its operands, each computed from the same row of them."""
+
+_ROWWISE_MODULES = (
+    nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU,
+    nn.LeakyReLU, nn.Softplus, nn.Softmax, nn.LogSoftmax, nn.LogSigmoid, nn.PReLU, nn.Hardtanh, nn.Mish, nn.CELU,
+)  # fmt: skip
+
+_ARITHMETIC = frozenset((
+    "add", "sub", "rsub", "mul", "div", "rdiv", "pow", "rpow", "clamp", "clip", "maximum", "minimum", "where",
+    "masked_fill", "lerp", "addcmul", "addcdiv", "floor_divide", "remainder", "fmod", "eq", "ne", "lt", "le", "gt",
+    "ge", "float_power",
+))  # fmt: skip
+"""Ops that compute with the numbers that they are given; in other ops, numbers are sizes and positions."""
+
+
+# ---- ops that are added to count; their values add up over batches
+
+
+def count_targets(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
+    """The denominator of `cross_entropy` and `nll_loss`: the weights of all targets that are not ignored."""
+    used = target != ignore_index
+    if weight is None:
+        return used.sum()
+    return weight[target.masked_select(used)].sum()
+
+
+def true_elements(mask: torch.Tensor) -> torch.Tensor:
+    """The number of elements of a mask that are set."""
+    return torch.count_nonzero(mask)
+
+
+def size_of_first(tensor: torch.Tensor) -> torch.Tensor:
+    """The size of dimension 0 as a tensor."""
+    return torch.tensor(tensor.shape[0])
+
+
+count_targets.adds_up = true_elements.adds_up = size_of_first.adds_up = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -37,19 +85,26 @@ class Quantity:
 
     name: str
     key: str
-    """The same for numbers that are always equal, or (the number of samples) always proportional."""
+    """Equal for quantities that are always equal, or (the number of samples) always proportional."""
     node: fx.Node
 
 
-def count_targets(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
-    """What `cross_entropy` and `nll_loss` divide by: the weights of all targets that are not ignored."""
-    used = target != ignore_index
-    if weight is None:
-        return used.sum()
-    return weight[target.masked_select(used)].sum()
+@dataclass(frozen=True)
+class DataCheck:
+    """A decision of the model by the contents of the batch: `node` must have the recorded value for the whole batch."""
+
+    node: fx.Node
+    expected: Any
+    text: str
 
 
-count_targets.adds_up = True  # type: ignore[attr-defined]
+@dataclass(frozen=True)
+class Swap:
+    """An op that computes samples with the value of `source`: it gets the quantity of the whole batch instead."""
+
+    user: fx.Node
+    source: fx.Node
+    quantity: Quantity
 
 
 @dataclass
@@ -60,9 +115,8 @@ class Quantities:
     follow: Following
     found: dict[str, Quantity] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    """For each op that was added, the one that it was written beside."""
-    checks: list[tuple[fx.Node, Any, str]] = field(default_factory=list)
-    """Values of the whole batch that must be what they were when the model was recorded."""
+    """For each op that was added, the op beside which it was written."""
+    checks: list[DataCheck] = field(default_factory=list)
 
     def of(self, node: fx.Node) -> Quantity:
         """The value of a node for the whole batch. Sizes along the batch are the number of samples, times a constant."""
@@ -71,16 +125,17 @@ class Quantities:
         meta = op_of(node)
         if not meta.is_number and meta.shape != ():
             raise Unknown(node, "it is no single number")
-        key = SAMPLES if meta.is_number and self.follow.counts_samples(node) else _text(node)
+        key = SAMPLES if meta.is_number and self.follow.counts_samples(node) else text_of(node)
         return self.found.setdefault(node.name, Quantity(node.name, key, node))
 
     def count(self, near: fx.Node, function: Any, args: tuple[Any, ...]) -> Quantity:
         """The value of ``function(*args)`` for the whole batch, an op of our own that is written beside `near`."""
-        shaped = [_flat(arg) for arg in args] if function is count_targets else args
-        key = f"{getattr(function, '__name__', function)}({', '.join(_text(arg) for arg in shaped)})"
+        # The count of all targets does not depend on the shape of their tensor.
+        shaped = [before(arg, _SHAPES) for arg in args] if function is count_targets else args
+        key = f"{getattr(function, '__name__', function)}({', '.join(text_of(arg) for arg in shaped)})"
         for arg in args:
             if isinstance(arg, fx.Node) and not self.follow.pure(arg):
-                raise Unknown(arg, "what the loss divides by depends on it, and it is not made from the batch alone")
+                raise Unknown(arg, "the denominator of the loss depends on it, and it is not made from the batch alone")
         if key not in self.found:
             graph = self.recording.graph
             with graph.inserting_after(near) if near in args else graph.inserting_before(near):
@@ -91,173 +146,97 @@ class Quantities:
             self.found[key] = Quantity(key, key, node)
         return self.found[key]
 
+    def count_rows(self, node: fx.Node) -> Quantity:
+        """The size of dimension 0 of a tensor whose shape depends on the contents of the batch (`x[mask]`)."""
+        follow = self.follow
+        if follow.pure(node):
+            return self.count(node, size_of_first, (node,))
+        if not follow.ragged(node):
+            raise Unknown(node, "it has another number of rows than the selection that it is combined with")
+        name = name_of(node)
+        if name in ("getitem", "masked_select", "index_select"):
+            return self._count_selected(node, name)
+        rowwise = name in _ROWWISE
+        if node.op == "call_module":
+            rowwise = type(resolve(self.recording.root, str(node.target))) in _ROWWISE_MODULES
+        sources = [s for s in node.all_input_nodes if follow.depends(s) and (follow.ragged(s) or op_of(s).shape)]
+        if not rowwise or not sources or not all(follow.ragged(s) for s in sources):
+            raise Unknown(node, f"the number of its rows is not known from the batch ({name or node.target})")
+        counts = [self.count_rows(source) for source in sources]
+        return counts[0]
 
-_CASTS = ("to", "float", "double", "half", "bfloat16", "long", "int", "type_as", "clone", "detach", "contiguous")
+    def _count_selected(self, node: fx.Node, name: str) -> Quantity:
+        source, index = argument(node, 0, "input"), argument(node, 1, "mask")
+        if name == "index_select":
+            index = argument(node, 2, "index") if argument(node, 1, "dim") == 0 else None
+        if isinstance(index, (tuple, list)) and index and all(isinstance(i, fx.Node) for i in index):
+            index = index[0]  # the first of several lists of positions, or of masks, has the number of rows
+        if not isinstance(index, fx.Node) or not isinstance(source, fx.Node) or op_of(index).shape is None:
+            raise Unknown(node, "its selection is not known from the batch")
+        mask, shape = op_of(index), op_of(source).shape
+        if mask.dtype == torch.bool:
+            if name == "masked_select" and mask.shape != shape:
+                raise Unknown(node, "the mask has another shape than the tensor from which it selects")
+            if not self.follow.ragged(index) and 0 not in self.follow.dims(index):
+                raise Unknown(node, "the mask does not go over the samples")
+            return self.count(node, true_elements, (index,))
+        if mask.dtype in (torch.int64, torch.int32) and len(shape_of(index)) == 1:
+            return self.count(node, size_of_first, (index,))
+        raise Unknown(node, "its selection is not known from the batch")
+
+    def swaps(self, term: fx.Node) -> list[Swap]:
+        """The arguments that must be quantities of the whole batch for a term to be right."""
+        found = []
+        for user in sorted(sources_of([term]) & self._statistics.keys(), key=lambda node: node.name):
+            for source in self._statistics[user]:
+                with suppress(Unknown):
+                    found.append(Swap(user, source, self.of(source)))
+        return found
+
+    @cached_property
+    def _statistics(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each op that computes samples with numbers of their batch, its arguments that are such numbers."""
+        found = {}
+        for node in self.recording.graph.nodes:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                numbers = [source for source in node.all_input_nodes if self._is_statistic(node, source)]
+                found.update({node: numbers} if numbers else {})
+        return found
+
+    def _is_statistic(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether `node` has samples, and `source` depends on their batch and has none."""
+        meta = op_of(node)
+        if not self.follow.depends(source) or source.op == "placeholder" or meta.is_number or meta.shape is None:
+            return False
+        if node.target in (intrinsics.check, intrinsics.changed) or not self.follow.has_samples(node):
+            return False
+        if op_of(source).is_number:
+            return name_of(node) in _ARITHMETIC
+        return op_of(source).shape is not None and not self.follow.has_samples(source)
+
+    def take_checks(self) -> None:
+        """Move decisions by the contents of the batch alone out of the graph: they are made for the whole batch."""
+        for node in list(self.recording.graph.nodes):
+            value: Any = node.args[0] if node.target is intrinsics.check else None
+            if isinstance(value, fx.Node) and self.follow.pure(value) and _reads_data(value):
+                self.checks.append(DataCheck(value, node.args[1], str(node.args[2])))
+                self.recording.graph.erase_node(node)
 
 
-def _flat(value: Any) -> Any:
-    """A tensor before it got its shape: the count of all targets in it does not depend on that."""
-    while isinstance(value, fx.Node) and name_of(value) in ("flatten", "view", "reshape", "contiguous"):
-        value = value.args[0]
-    return value
-
-
-def _text(value: Any) -> str:
-    """The ops that a value comes from as a text, without changes of type: equal texts are equal numbers."""
+def text_of(value: Any) -> str:
+    """The ops from which a value is computed as a text, without changes of type: equal texts are equal numbers."""
     if not isinstance(value, fx.Node):
         return repr(value)
     if value.op in ("placeholder", "get_attr"):
         return str(value.target)
     name = name_of(value)
     if name in _CASTS and isinstance(value.args[0], fx.Node):
-        return _text(value.args[0])
-    inner = [_text(arg) for arg in (*value.args, *value.kwargs.values()) if not isinstance(arg, torch.dtype)]
+        return text_of(value.args[0])
+    inner = [text_of(arg) for arg in (*value.args, *value.kwargs.values()) if not isinstance(arg, torch.dtype)]
     return f"{name or value.name}({', '.join(inner)})"
 
 
-class Evaluation:
-    """Computes all quantities of a batch."""
-
-    def __init__(self, quantities: Quantities, names: Collection[str]) -> None:
-        self._follow = quantities.follow
-        recording = quantities.recording
-        self.quantities = {name: quantity for name, quantity in quantities.found.items() if name in names}
-        wanted = [quantity.node for quantity in self.quantities.values()]
-        self._checks = list(quantities.checks)
-        self.apart: list[fx.Node] = []
-        """Quantities that are no function of sums: they are those of a replica, never of all of them."""
-        self._parts: dict[fx.Node, str] = {}
-        after: dict[fx.Node, None] = {}
-        for node in wanted:
-            parts, rest = self._divide(node)
-            self._parts.update(parts)
-            after.update(dict.fromkeys(rest))
-        order = {node: i for i, node in enumerate(recording.graph.nodes)}
-        inputs = [node for node in order if node.op == "placeholder"][: len(recording.inputs)]
-        checked = [node for node, _, _ in self._checks]
-        body = _closure([*self._parts, *checked], set())
-        self._changes = any(op_of(node).inplace for node in body if node.op not in ("placeholder", "get_attr"))
-        nodes = sorted((n for n in body if n.op not in ("placeholder", "get_attr")), key=order.__getitem__)
-        self._before = executable(recording, nodes, inputs, [*self._parts, *checked], depth=None)
-        later = _closure(after, set(self._parts)) - set(self._parts)
-        rest = sorted((n for n in later if n.op not in ("placeholder", "get_attr")), key=order.__getitem__)
-        self._after = executable(recording, rest, list(self._parts), wanted, depth=None)
-        self.buffers = used_tensors(recording, [*nodes, *rest])
-        """The names of the buffers that are read."""
-
-    def _divide(self, node: fx.Node) -> tuple[dict[fx.Node, str], list[fx.Node]]:
-        """The parts of a number that add up, and the ops on these."""
-        try:
-            return self._parts_of(node)
-        except Unknown:
-            self.apart.append(node)
-            return {node: "apart"}, []
-
-    def _parts_of(self, node: fx.Node) -> tuple[dict[fx.Node, str], list[fx.Node]]:
-        law = self._adds_up(node)
-        if law:
-            return {node: law}, []
-        parts: dict[fx.Node, str] = {}
-        rest = [node]
-        for source in node.all_input_nodes:
-            if not self._follow.depends(source):
-                if any(part.op == "placeholder" for part in _closure([source], set())):
-                    parts[source] = "apart"  # another size of the batch than its samples, the same for every part
-                continue
-            if source.op == "placeholder" or not _is_single(source):
-                raise Unknown(source, "it does not add up over batches")
-            more, ops = self._parts_of(source)
-            parts.update(more)
-            rest += ops
-        return parts, rest
-
-    def _adds_up(self, node: fx.Node) -> str | None:
-        name = name_of(node)
-        if getattr(node.target, "adds_up", False) or (op_of(node).is_number and self._follow.counts_samples(node)):
-            return "sum"
-        if name not in ("sum", "count_nonzero", "mean", "numel") or not isinstance(node.args[0], fx.Node):
-            return None
-        source = node.args[0]
-        if not self._follow.ragged(source):
-            try:
-                dims = self._follow.dims(source)
-            except Unknown:
-                return None
-            shape = shape_of(source)
-            over = tuple(range(len(shape))) if name == "numel" else dims_of(node, len(shape))
-            if len(dims) != 1 or over is None or dims[0] not in over:
-                return None
-        elif name == "mean":
-            return None
-        return "mean" if name == "mean" else "sum"
-
-    def __call__(
-        self, leaves: Sequence[Any], samples: int, totals: Totals | None = None
-    ) -> tuple[dict[str, float], dict[str, float], int]:
-        """The quantities of this batch, those of all replicas together, and the number of samples of all of them.
-
-        Without `totals` there is one replica. All replicas must call it together if there are more.
-        """
-        parts = self.parts(leaves)
-        own = self._values(parts)
-        if totals is None:
-            return own, own, samples
-        counts = self.counts(parts, samples)
-        *sums, everyone = totals([*counts.values(), float(samples)])
-        return own, self.together(parts, dict(zip(counts, sums)), int(everyone)), int(everyone)
-
-    @torch.no_grad()
-    def parts(self, leaves: Sequence[Any], checked: bool = True) -> list[Any]:
-        """The parts of all quantities for one batch. With `checked`, decisions by its contents must be as recorded."""
-        given = [leaf.clone() if self._changes and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        parts = list(self._before(*given))
-        if checked:
-            for value, (_, expected, text) in zip(parts[len(self._parts) :], self._checks):
-                check(value, expected, text)
-        return parts[: len(self._parts)]
-
-    def counts(self, parts: Sequence[Any], samples: int) -> dict[str, float]:
-        """What adds up over batches and replicas, by the ops that it comes from: the same in every recording of a step."""
-        weights = {"sum": 1, "mean": samples}
-        return {
-            _text(node): float(part) * weights[law]
-            for part, (node, law) in zip(parts, self._parts.items())
-            if law in weights
-        }
-
-    def together(self, parts: Sequence[Any], sums: Mapping[str, float], samples: int) -> dict[str, float]:
-        """The quantities of several batches, from their counts added up and their number of samples."""
-        found = []
-        for part, (node, law) in zip(parts, self._parts.items()):
-            if law != "apart":
-                value = sums[_text(node)]
-                part = _like(part, value / samples if law == "mean" else value)
-            found.append(part)
-        return self._values(found)
-
-    @torch.no_grad()
-    def _values(self, parts: Sequence[Any]) -> dict[str, float]:
-        return {name: float(value) for name, value in zip(self.quantities, self._after(*parts))}
-
-
-def _is_single(node: fx.Node) -> bool:
-    meta = op_of(node)
-    return bool(meta.is_number or meta.shape == ())
-
-
-def _like(part: Any, value: float) -> Any:
-    if isinstance(part, torch.Tensor):
-        return torch.tensor(value, dtype=part.dtype, device=part.device)
-    return type(part)(value)
-
-
-def _closure(nodes: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    """All nodes that these are computed from, up to `stop`."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found and node not in stop:
-            found.add(node)
-            todo.extend(node.all_input_nodes)
-    return found
+def _reads_data(value: fx.Node) -> bool:
+    """Whether a value depends on the contents of tensors of the batch, not only on their sizes."""
+    sources = sources_of([value], lambda node: node.target in ("size", "numel", "stride"))
+    return any(node.op == "placeholder" and not op_of(node).is_number for node in sources)

@@ -1,8 +1,8 @@
-"""The tail: the ops from the first one that makes samples meet on, which run once per batch on what all micro-batches gave.
+"""The tail: the ops from the first one in which samples meet, which run once per batch on the values of all micro-batches.
 
 ```
-body   F1 F2 F3 F4                  B1 B2 B3 B4      on micro-batches, over all stages
-tail               cat  F  B  cut                    on the whole batch, on the last stage
+body   F1 F2 F3 F4                    B1 B2 B3 B4      on micro-batches, over all stages
+tail               cat  F  B  split                    on the whole batch, on the last stage
 ```
 """
 
@@ -15,45 +15,47 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipepart.recording import Recording
 from pipepart.recording.execution.emit import executable
-from pipepart.recording.execution.ops_run import RecordedGraph, used_tensors
+from pipepart.recording.execution.ops_run import RecordedGraph, resolve, used_tensors
 from pipepart.recording.op import op_of, set_op
 from pipepart.recording.trace.intrinsics import set_attribute
+from pipepart.samples.follow import assigned_path, outputs_of, sources_of
 from pipepart.samples.laws import Law
-from pipepart.samples.mixing import Mixing, assigned_path, fault_of, persistent_writes, sources_of
+from pipepart.samples.mixing import Mixing, fault_of
 
-__all__ = ["Refused", "Tail", "TailCut", "cut_tail"]
+__all__ = ["Refused", "Tail", "TailCut", "cut_tail", "persistent_writes"]
 
 _FEW = 0.1
-"""The share of a model's parameters that a tail may use; all of them are on the last stage."""
-_STATISTICS = ("batch_norm", "native_batch_norm")
+"""The largest share of a model's parameters that a tail may use; all of them are on the last stage."""
+_NORMS = ("batch_norm", "native_batch_norm")
 
 
 class Refused(Exception):
-    """The ops cannot run once per batch; the text says why."""
+    """The ops cannot run once per batch, for the reason in the text."""
 
 
 @dataclass(frozen=True)
 class TailCut:
-    """Where a recording is cut, in names: the same on every rank."""
+    """The cut between the body and the tail of a recording, by names: the same on every rank."""
 
     outputs: tuple[int, ...]
     """Flat outputs of the recording that the tail makes."""
     ops: tuple[str, ...]
-    inputs: tuple[tuple[str, Law], ...]
-    """The values of the body that the tail works on, and how those of micro-batches make up that of the batch."""
+    inputs: Mapping[str, Law]
+    """The values of the body on which the tail works, with the law that merges those of micro-batches."""
     loss: bool
-    """The loss is among the outputs: backwards can only begin when the tail has run."""
+    """Whether the loss is among the outputs: backwards can only begin when the tail has run."""
     buffers: tuple[str, ...] = ()
-    """What the tail changes in place."""
+    """Buffers that the tail changes."""
 
 
 def cut_tail(recording: Recording, mixing: Mixing) -> TailCut | None:
-    """The tail of a recording, or None if it needs none. `Refused` if there is one that cannot be cut off."""
-    outputs = _outputs(recording)
-    writes = [n for n in persistent_writes(recording) if getattr(n.target, "__name__", "") not in _STATISTICS]
+    """The cut before the tail of a recording; None if it needs no tail. Raises `Refused` if a tail is not possible."""
+    outputs = outputs_of(recording.graph)
+    writes = persistent_writes(recording)
     if not mixing.wrong and not mixing.same_gradients:
         raise Refused("samples meet in backward only (a hook, or a function with its own backward)")
     if not mixing.wrong and not writes:
@@ -69,7 +71,7 @@ def cut_tail(recording: Recording, mixing: Mixing) -> TailCut | None:
     cut = TailCut(
         outputs=mixing.wrong,
         ops=tuple(node.name for node in recording.graph.nodes if node in tail),
-        inputs=tuple((node.name, laws[node.name]) for node in recording.graph.nodes if node in inputs),
+        inputs={node.name: laws[node.name] for node in recording.graph.nodes if node in inputs},
         loss=recording.loss_index in mixing.wrong,
         buffers=tuple(_written(recording, [node for node in writes if node in tail])),
     )
@@ -77,10 +79,38 @@ def cut_tail(recording: Recording, mixing: Mixing) -> TailCut | None:
     return cut
 
 
+def persistent_writes(recording: Recording) -> list[fx.Node]:
+    """The ops that change values which the next call reads: buffers in place, attributes that get a new tensor.
+
+    Statistics of BatchNorm layers are left out, also where a subclass updates them itself (timm): they follow
+    micro-batches.
+    """
+    nodes = list(recording.graph.nodes)
+    read = {str(node.target) for node in nodes if node.op == "get_attr"}
+    buffers = [n for n in nodes if n.op == "get_attr" and not _is_norm_statistic(recording, str(n.target))]
+    kept = set().union(*(op_of(node).writes for node in buffers))
+    found = []
+    for node in nodes:
+        if node.target is set_attribute:
+            found += [node] if assigned_path(node) in read else []
+        elif node.op in ("call_function", "call_method") and kept & op_of(node).mutates:
+            found += [node] if getattr(node.target, "__name__", "") not in _NORMS else []
+    return found
+
+
+def _is_norm_statistic(recording: Recording, path: str) -> bool:
+    """Whether an attribute is a running mean or variance of a BatchNorm layer, or its count of batches."""
+    owner, _, name = path.rpartition(".")
+    if path in recording.constants:
+        return False
+    layer: Any = resolve(recording.root, owner) if owner else recording.root
+    return isinstance(layer, _BatchNorm) and name in ("running_mean", "running_var", "num_batches_tracked")
+
+
 def _grown(
     recording: Recording, outputs: Sequence[Any], writes: Sequence[fx.Node], laws: Mapping[str, Law]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """From the outputs that are wrong and the writes back to values that can be put together."""
+    """The ops from wrong outputs and writes back to values that can be merged, and these values."""
     fixed, after = _parameters_only(recording), _descendants(recording, writes)
     overwritten = _overwritten(recording)
     tail: set[fx.Node] = set()
@@ -106,7 +136,7 @@ def _grown(
 
 
 def _descendants(recording: Recording, writes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The writes and all that works on what they have written."""
+    """The writes and all ops that depend on them."""
     found = set(writes)
     for node in recording.graph.nodes:
         if any(source in found for source in node.all_input_nodes):
@@ -115,18 +145,16 @@ def _descendants(recording: Recording, writes: Sequence[fx.Node]) -> set[fx.Node
 
 
 def _parameters_only(recording: Recording) -> set[fx.Node]:
-    """Ops that work on parameters, buffers and constants alone, which the tail computes for itself."""
+    """Ops that depend on parameters, buffers and constants alone, which the tail computes for itself."""
     found: set[fx.Node] = set()
     for node in recording.graph.nodes:
-        if node.op == "placeholder":
-            continue
-        if all(source in found or source.op == "get_attr" for source in node.all_input_nodes):
+        if node.op != "placeholder" and all(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
 
 
 def _overwritten(recording: Recording) -> set[fx.Node]:
-    """Values whose memory a later op changes: at the end of a chunk they are not there any more."""
+    """Values whose memory a later op changes: at the end of a chunk they are lost."""
     position = {node: i for i, node in enumerate(recording.graph.nodes)}
     last: dict[Any, int] = {}
     for node in recording.graph.nodes:
@@ -140,11 +168,10 @@ def _overwritten(recording: Recording) -> set[fx.Node]:
 
 
 def _check_apart(tail: set[fx.Node], results: Iterable[fx.Node], writes: Sequence[fx.Node]) -> None:
-    """What draws random numbers or changes a buffer can be in the body or in the tail, not in both."""
+    """Refuse ops that draw random numbers or change a buffer, if the body and the tail both need them."""
     body = sources_of(results)
     for node in sorted(tail & body, key=lambda item: item.name):
-        meta = op_of(node)
-        if meta.random:
+        if op_of(node).random:
             raise Refused(f"{fault_of(node)} draws random numbers that the micro-batches and the whole batch both use")
         if node in writes:
             raise Refused(f"{fault_of(node)} changes a buffer that the rest of the step reads afterwards")
@@ -168,32 +195,26 @@ def _written(recording: Recording, writes: Sequence[fx.Node]) -> list[str]:
     return sorted({*(str(node.target) for node in reads), *assigned})
 
 
-def _outputs(recording: Recording) -> list[Any]:
-    flat: Any = next(reversed(recording.graph.nodes)).args[0]  # type: ignore[call-overload]
-    return list(flat)
-
-
 class Tail:
-    """A recording cut into a body and a tail, ready to be laid out."""
+    """A recording that is cut into a body and a tail."""
 
     def __init__(self, recording: Recording, cut: TailCut, device: torch.device | None = None) -> None:
         nodes = {node.name: node for node in recording.graph.nodes}
-        outputs = _outputs(recording)
+        outputs = outputs_of(recording.graph)
         self.cut, self.recording = cut, recording
         self.kept = tuple(i for i in range(len(outputs)) if i not in cut.outputs)
-        """The outputs of the recording that the body makes, in its order; the inputs of the tail follow them."""
-        ops, sources = [nodes[name] for name in cut.ops], [nodes[name] for name, _ in cut.inputs]
+        """The outputs of the recording that the body makes, in order; in the body, the inputs of the tail follow them."""
+        ops, sources = [nodes[name] for name in cut.ops], [nodes[name] for name in cut.inputs]
         self.module: RecordedGraph = executable(recording, ops, sources, [outputs[i] for i in cut.outputs], device)
         names = {name for name, _ in recording.root.named_parameters()}
         used = used_tensors(recording, ops)
         self.parameters = tuple(name for name in used if name in names)
         self.buffers = tuple(name for name in used if name not in names)
         self.inplace = any(op_of(node).inplace for node in ops)
-        self.laws = tuple(law for _, law in cut.inputs)
         self.roots = tuple(len(self.kept) + i for i, node in enumerate(sources) if cut.loss and self._trained(node))
-        """The outputs of the body that gradients come in for, if the loss is in the tail."""
+        """The outputs of the body that get gradients from the tail, if the loss is there."""
         self.loss = cut.outputs.index(recording.loss_index) if cut.loss and recording.loss_index is not None else None
-        """The loss among the outputs of the tail."""
+        """The position of the loss among the outputs of the tail."""
         self.body = self._body([*(outputs[i] for i in self.kept), *sources])
 
     @staticmethod

@@ -1,7 +1,6 @@
-"""From a recorded loss (or logged value) back through linear ops to its terms: sums and means over samples.
+"""The walk from an output of a recording back through linear ops to its terms: sums and means over samples.
 
-Nothing is guessed: the walk knows some linear ops, some reductions and the loss functions of torch. Whatever else it
-meets makes the value `Unknown`.
+The walk knows linear ops, reductions and the loss functions of torch. Any other op makes the value `Unknown`.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from pipepart.recording import Recording
-from pipepart.recording.op import dtype_of, op_of, shape_of
+from pipepart.recording.op import dtype_of, op_of
 from pipepart.recording.trace import intrinsics
-from pipepart.samples.calls import argument, dims_of, name_of, operands
-from pipepart.samples.follow import Following, Unknown
+from pipepart.samples.follow import Unknown, argument, dims_of, name_of, operands
 from pipepart.samples.forms import Form, Keep, Op, Ratio, Scaled, Share, Sum, Whole
 from pipepart.samples.losses import loss_form
 from pipepart.samples.quantities import Quantities
-from pipepart.samples.rows import count_rows
 
 __all__ = ["Terms"]
 
@@ -35,16 +31,16 @@ _LISTS = ("stack", "cat", "hstack", "vstack")
 class Terms:
     """Finds the forms of the outputs of one recording."""
 
-    def __init__(self, recording: Recording, follow: Following, quantities: Quantities) -> None:
-        self._recording, self._follow, self._quantities = recording, follow, quantities
+    def __init__(self, quantities: Quantities) -> None:
+        self._follow, self._quantities = quantities.follow, quantities
         self._known: dict[fx.Node, Form] = {}
 
     def form(self, node: Any) -> Form:
-        """What a value for the whole batch is made of. Raises `Unknown`."""
+        """The form of a value. Raises `Unknown`."""
         if not isinstance(node, fx.Node) or not self._follow.depends(node):
             return Keep(node)
         if node not in self._known:
-            self._known[node] = self._form(node)
+            self._known[node] = _safe(self._form(node))
         return self._known[node]
 
     def _form(self, node: fx.Node) -> Form:
@@ -53,13 +49,13 @@ class Terms:
         if op_of(node).is_number:
             return Whole(node, self._quantities.of(node))
         if self._follow.ragged(node) or self._follow.dims(node):
-            raise Unknown(node, "it still has the samples in it")
+            raise Unknown(node, "it still has a dimension of samples")
         name = name_of(node)
         if name in ("sum", "nansum", "mean", "count_nonzero"):
             return self._reduction(node, name)
-        loss = loss_form(node, self._recording, self._follow, self._quantities)
+        loss = loss_form(node, self._quantities)
         if loss is not None:
-            return _safe(loss)
+            return loss
         meta = op_of(node)
         if self._follow.pure(node) and meta.shape == () and dtype_of(node).is_floating_point:
             return Whole(node, self._quantities.of(node))
@@ -70,30 +66,30 @@ class Terms:
     def _reduction(self, node: fx.Node, name: str) -> Form:
         source = argument(node, 0, "input")
         assert isinstance(source, fx.Node)
+        shape = op_of(source).shape
+        if shape is None:
+            raise Unknown(node, "its sizes are not known")
+        dims = dims_of(node, len(shape))
         if not self._follow.ragged(source):
-            shape = shape_of(source)
             following = self._follow.dims(source)
-            dims = dims_of(node, len(shape))
             if not following and name in ("sum", "mean"):
-                return self._op(node, source)  # the samples are not in it any more
+                return self._op(node, source)  # an earlier op has gone over the samples
             if len(following) != 1 or dims is None or following[0] not in dims:
                 raise Unknown(node, "it does not go over the samples once")
             return Share(node) if name == "mean" else Sum(node)
-        dims = dims_of(node, len(shape_of(source)))
         if dims is None or 0 not in dims:
             raise Unknown(node, "it does not go over the selected rows")
         if name != "mean":
             return Sum(node)
-        rows = count_rows(source, self._recording, self._follow, self._quantities)
-        others = len(dims) > 1
+        rows = self._quantities.count_rows(source)
+        if len(dims) > 1 and dims != tuple(range(len(shape))):
+            raise Unknown(node, "it is a mean over some dimensions of a selection only")
 
         def numerator(graph: fx.Graph) -> fx.Node:
             kwargs = {key: value for key, value in node.kwargs.items() if key not in ("dim", "keepdim", "axis")}
             return graph.call_method("sum", (source, list(dims), bool(argument(node, 2, "keepdim", False))), kwargs)
 
-        if others and dims != tuple(range(len(shape_of(source)))):
-            raise Unknown(node, "it is a mean over some dimensions of a selection only")
-        return _safe(Ratio(node, rows, numerator, source if others else None))
+        return Ratio(node, rows, numerator, source if len(dims) > 1 else None)
 
     # ---- linear ops
 
@@ -104,7 +100,7 @@ class Terms:
             first, second = operands(node)
             if argument(node, 2, "alpha", 1) != 1 and not isinstance(second, fx.Node):
                 raise Unknown(node, "alpha times a number")
-            return Op(node, ((first, self.form(first)), (second, self.form(second))))
+            return self._op(node, first, second)
         if name == "mul":
             first, second = operands(node)
             if isinstance(first, fx.Node) and (not isinstance(second, fx.Node) or self._is_factor(second)):
@@ -123,16 +119,16 @@ class Terms:
         if name in _LISTS:
             parts = argument(node, 0, "tensors")
             if isinstance(parts, (tuple, list)) and not any(self._follow.dims(part) for part in parts):
-                return Op(node, tuple((part, self.form(part)) for part in parts))
-        if name == "getitem" and not any(isinstance(i, fx.Node) for i in _flat(node.args[1])):
+                return self._op(node, *parts)
+        if name == "getitem" and not _has_node(node.args[1]):
             source = node.args[0]
             if not isinstance(source, fx.Node) or op_of(source).shape is None:
                 raise Unknown(node, "it comes out of a tuple")
             return self._op(node, source)
         raise Unknown(node, f"{name or node.target} is not known to be linear")
 
-    def _op(self, node: fx.Node, source: Any) -> Form:
-        return Op(node, ((source, self.form(source)),))
+    def _op(self, node: fx.Node, *sources: Any) -> Form:
+        return Op(node, {source: self.form(source) for source in sources})
 
     def _is_factor(self, value: fx.Node) -> bool:
         """Whether a value is no term: it does not depend on the batch, or is one number of it."""
@@ -144,7 +140,7 @@ class Terms:
     def _times(self, node: fx.Node, term: Any, factor: Any, power: int) -> Form:
         inner = self.form(term)
         if not isinstance(factor, fx.Node) or not self._follow.depends(factor):
-            return Op(node, ((term, inner),))
+            return Op(node, {term: inner})
         if not self._is_factor(factor):
             raise Unknown(node, "both operands depend on the parameters and on the batch")
         if not isinstance(term, fx.Node):
@@ -152,7 +148,7 @@ class Terms:
         return Scaled(node, inner, self._quantities.of(factor), power)
 
     def _changed(self, node: fx.Node) -> Form:
-        """A tensor after an op in place: what that op returned, if it changed this very tensor as a whole."""
+        """The form of a tensor after an op in place: that of the op, if it changed this very tensor as a whole."""
         tensor, mutation = node.args
         if isinstance(mutation, fx.Node) and isinstance(tensor, fx.Node) and mutation.op == "call_method":
             same = mutation.args and mutation.args[0] is tensor and name_of(mutation) in ("add", "sub", "mul", "div")
@@ -162,11 +158,11 @@ class Terms:
 
 
 def _safe(form: Form) -> Form:
-    """Refuse a mean as a sum in float16, which ends at 65504."""
+    """Refuse a mean as a sum in float16, whose largest number is 65504."""
     if isinstance(form, Ratio) and op_of(form.node).dtype == torch.float16:
         raise Unknown(form.node, "its sum may be too large for float16")
     return form
 
 
-def _flat(index: Any) -> list[Any]:
-    return list(index) if isinstance(index, (tuple, list)) else [index]
+def _has_node(index: Any) -> bool:
+    return any(isinstance(item, fx.Node) for item in (index if isinstance(index, (tuple, list)) else [index]))

@@ -1,13 +1,12 @@
-"""Write the weights of the whole batch into a recording: its loss and logs become sums over micro-batches.
+"""Weights of the whole batch, written into a recording: its loss and logs become sums over micro-batches.
 
-A micro-batch that divides by its own number of tokens counts each of its tokens differently from the others. So each
-term of a loss is computed as a sum, and divided by a number of the whole batch, which is an input of the graph.
+A micro-batch that divides by its own number of tokens weights its tokens differently from those of other micro-batches.
+Each term of a loss is therefore computed as a sum, and divided by a number of the whole batch, an input of the graph.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,154 +15,58 @@ import torch.fx as fx
 
 from pipepart.recording import Input, Recording
 from pipepart.recording.op import op_of, set_op
-from pipepart.samples.emission import ALL, EACH, OWN, WINDOW, Emission
-from pipepart.samples.follow import Following, Unknown
-from pipepart.samples.forms import Form, Monomial, Ratio, Share, Sum, is_plain_sum, law_of, monomials, parts_of
-from pipepart.samples.quantities import BATCHES, SAMPLES, Evaluation, Quantities, Quantity, Totals
-from pipepart.samples.statistics import Statistics, data_checks
+from pipepart.samples.emission import Emission, Scope
+from pipepart.samples.follow import Following, Unknown, outputs_of
+from pipepart.samples.forms import Form, Ratio, Share, Sum, denominators, is_plain_sum, law_of_output, parts_of
+from pipepart.samples.numbers import Numbers
+from pipepart.samples.quantities import Quantities, Swap
 from pipepart.samples.terms import Terms
-from pipepart.samples.window import CountsAlike, Window
+
+__all__ = ["Weighed", "unweighed", "weigh"]
 
 _HOST = torch.device("cpu")
-
-Swaps = dict[tuple[fx.Node, fx.Node], Quantity]
-"""(op, argument): the number of the whole batch that the op gets instead."""
-
-__all__ = ["BatchNumbers", "Weighed", "unweighed", "weigh"]
-
-
-@dataclass(frozen=True)
-class BatchNumbers:
-    """The numbers of one batch: values of the inputs that `weigh` has added, and what its loss is divided by."""
-
-    inputs: Mapping[str, float | tuple[float, ...]]
-    """By input name; a tuple has one number for each micro-batch."""
-    samples: int
-    """Samples of this batch in all replicas."""
-    denominator: float | None
-    """What all terms of the loss are divided by, if that is one number."""
-    batches: int | None = None
-    """The accumulated batches whose numbers together are in `inputs`."""
+_SWAPPED = (
+    "samples are computed with a number of their batch (such as w / w.sum()): each batch is exact, and with accumulated "
+    "batches that number is the one of each batch, as on one device"
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Weighed:
-    """A recording whose outputs of micro-batches can be put together to those of the whole batch."""
+    """A recording whose outputs of micro-batches can be merged into those of the whole batch."""
 
     recording: Recording
-    """With more inputs (after those of `inputs`), and perhaps with the root of the gradients as one more output."""
+    """The recording with further inputs, and with the root of the gradients as a further output where it is needed."""
     laws: tuple[str, ...]
-    """For each output, how values of micro-batches make up that of the batch: "sum", "mean" (by samples), "batch" (one
-    after the other along dim 0), "constant", or "unknown" (merged as a mean, which may be wrong)."""
-    reasons: Mapping[int, str]
-    """For outputs that are unknown: where the walk stopped."""
-    divisor: Monomial | None
-    """What the loss is divided by; None if it is unknown or its terms are divided by different numbers."""
+    """For each output, the law that merges micro-batches: "sum", "mean" (weighted by samples), "batch" (concatenated along
+    dimension 0), "constant", or "unknown" (merged as a mean, which may be wrong)."""
+    numbers: Numbers
+    """Computes the values of the further inputs for a batch."""
     origins: Mapping[str, str]
-    """The op of the given recording that each op comes from or stands for, by name."""
-    together: bool
-    """Whether numbers of all replicas together are needed to train."""
-    together_always: bool
-    """Whether they are needed without training, too (values that are averaged over replicas)."""
-    evaluation: Evaluation | None
-    names: Mapping[str, tuple[str, str]]
-    """Inputs that were added: whose number it is ("own", "all") and which."""
-    replicas: int
-    wide: bool = False
-    """The root of the gradients is divided by numbers of all batches of a `Window`, if there is one."""
+    """The op of the given recording from which each op comes, or for which it stands, by name."""
+    reasons: Mapping[int, str]
+    """For each output whose law is unknown, the op at which the walk to its terms stopped."""
+    totals_in_training: bool = False
+    totals_always: bool = False
+    needs_window: bool = False
+    """Whether the root of the gradients is divided by numbers of all batches of a `Window`, if there is one."""
     notes: tuple[str, ...] = ()
-    """Where accumulated batches cannot be exact together, whatever is known of them."""
+    """Reasons why accumulated batches cannot be exact together."""
+
+    def needs_totals(self, train: bool) -> bool:
+        """Whether numbers of all replicas are needed: to train, or for values that are averaged over replicas."""
+        return self.totals_always or (train and self.totals_in_training)
 
     def chunk_of(self, given: Mapping[str, int]) -> dict[str, int]:
-        """The chunks of the ops, from those of the given recording."""
+        """The chunk of each op, from the chunks of the ops of the given recording."""
         return {new: given[old] for new, old in self.origins.items() if old in given}
-
-    @property
-    def buffers(self) -> list[str]:
-        """The names of the buffers that the numbers of a batch are computed with, on the first stage."""
-        return list(self.evaluation.buffers) if self.evaluation is not None else []
-
-    def numbers(
-        self,
-        leaves: Sequence[Any],
-        sizes: Sequence[int],
-        totals: Totals | None = None,
-        window: Window | None = None,
-        position: int = 0,
-    ) -> BatchNumbers:
-        """The numbers for a batch that is cut into micro-batches of these sizes.
-
-        `totals` adds numbers over replicas; all of them must call it together. `window`: the batches that are accumulated
-        for one step of the optimizer; this one is at `position` there.
-        """
-        samples = sum(sizes)
-        own: dict[str, float] = {}
-        every, everyone = own, samples
-        if self.evaluation is not None:
-            own, every, everyone = self.evaluation(leaves, samples, totals)
-        elif totals is not None:
-            everyone = int(totals([float(samples)])[0])
-        if window is not None and not self._as_expected(leaves, samples, window, position):
-            window = None
-        wide, widest = every, everyone
-        if window is not None:
-            widest = window.samples
-            if self.evaluation is not None:
-                wide = self.evaluation.together(self.evaluation.parts(leaves), window.sums, widest)
-        batches = window.batches if window is not None else 1
-        values = {OWN: own, ALL: every, WINDOW: wide}
-        shares = {
-            OWN: 1 / samples, ALL: self.replicas / everyone, WINDOW: self.replicas / widest, EACH: 1 / samples / batches,
-        }  # fmt: skip
-        inputs: dict[str, float | tuple[float, ...]] = {}
-        for name, (whose, key) in self.names.items():
-            if key == SAMPLES:
-                inputs[name] = tuple(size * shares[whose] for size in sizes)
-            elif key == BATCHES:
-                inputs[name] = self.replicas / batches
-            else:
-                inputs[name] = values[whose][key]
-        denominator = self._denominator(every, everyone)
-        return BatchNumbers(inputs, everyone, denominator, batches if window is not None else None)
-
-    def counts(self, leaves: Sequence[Any], samples: int) -> dict[str, float]:
-        """The numbers of a batch of this replica that add up over batches, and its samples."""
-        found: dict[str, float] = {}
-        if self.evaluation is not None:
-            found = self.evaluation.counts(self.evaluation.parts(leaves, checked=False), samples)
-        return {**found, SAMPLES: float(samples)}
-
-    def _as_expected(self, leaves: Sequence[Any], samples: int, window: Window, position: int) -> bool:
-        """Whether a batch is what was said of it when the window began; if not, the user is told."""
-        if window.expects(position, self.counts(leaves, samples)):
-            return True
-        warnings.warn(
-            f"batch {position + 1} of {window.batches} accumulated batches is not what it was when the first of them was "
-            "trained on (a hook changed it, or the step was recorded anew in between): it is divided by its own numbers, "
-            "and counts like one of equal batches.",
-            CountsAlike,
-            stacklevel=2,
-        )
-        return False
-
-    def _denominator(self, every: Mapping[str, float], samples: int) -> float | None:
-        if self.divisor is None:
-            return None
-        values = {SAMPLES: float(samples)}
-        if self.evaluation is not None:
-            values.update({quantity.key: every[name] for name, quantity in self.evaluation.quantities.items()})
-            values[SAMPLES] = float(samples)
-        product = 1.0
-        for key, power in self.divisor:
-            product *= values[key] ** -power if values[key] else 0.0
-        return product
 
 
 def unweighed(recording: Recording) -> Weighed:
-    """As it is: each micro-batch divides by its own numbers and counts by its share of samples."""
-    count = len(_outputs(recording.graph))
-    names = {node.name: node.name for node in recording.ops}
-    return Weighed(recording, ("unknown",) * count, {}, None, names, False, False, None, {}, 1)
+    """A recording as it is: each micro-batch divides by its own numbers and is weighted by its share of samples."""
+    laws = ("unknown",) * len(outputs_of(recording.graph))
+    numbers = Numbers(Quantities(recording, Following(recording)), {}, None, 1)
+    return Weighed(recording, laws, numbers, {node.name: node.name for node in recording.ops}, {})
 
 
 def weigh(
@@ -176,87 +79,81 @@ def weigh(
 ) -> Weighed:
     """Find the terms of the loss and of all other outputs, and write their weights into a copy of the graph.
 
-    `averaged`: outputs that are averaged over replicas later. They get values whose mean is that of the whole batch of
-    all replicas; other outputs are those of the batch of this replica. `untouched`: outputs that stay as they are.
-    `accumulates`: batches may be accumulated, and a loss whose terms are divided by different numbers gets a root of its
-    own, which can be divided by the numbers of all of them.
+    `averaged` are outputs that are averaged over replicas later. They get values whose mean is that of the whole batch of
+    all replicas; other outputs are those of the batch of this replica. `untouched` are outputs that stay as they are.
+    With `accumulates`, batches may be accumulated, and a loss with several denominators gets a root of its own, which is
+    divided by the numbers of all of them.
     """
     copy, origins = _copied(recording)
-    follow = Following(copy)
-    if not follow.known:
+    quantities = Quantities(copy, Following(copy))
+    if not quantities.follow.known:
         return unweighed(recording)
-    nodes = list(copy.graph.nodes)
-    quantities = Quantities(copy, follow)
-    statistics = Statistics(follow, nodes)
-    terms = Terms(copy, follow, quantities)
-    outputs = _outputs(copy.graph)
-    laws: list[str] = []
-    forms: dict[int, Form] = {}
-    swaps: dict[int, Swaps] = {}
-    reasons: dict[int, str] = {}
-    for index, value in enumerate(outputs):
-        try:
-            if index in untouched and isinstance(value, fx.Node):
-                raise Unknown(value, "it is put together otherwise")
-            law, form = _law(value, terms, follow)
-            if form is not None:
-                swaps[index] = _swaps(form, statistics, quantities)
-                forms[index] = form
-        except Unknown as unknown:
-            law, reasons[index] = "unknown", str(unknown)
-        laws.append(law)
+    outputs = _outputs(quantities, untouched)
+    loss = outputs[recording.loss_index] if recording.loss_index is not None else _Output(None, "constant")
+    divided = denominators(loss.form) if loss.form is not None else set()
+    trained = loss.form is not None and recording.training and loss.law in ("sum", "mean")
+    needs_window = accumulates and trained and len(divided) > 1 and not loss.swaps
+    rooted = trained and (replicas > 1 or needs_window)
+    joint: set[int] = set()
+    if replicas > 1:
+        joint = {i for i, one in enumerate(outputs) if one.form and (i in averaged or (rooted and one.swaps))}
     emission = Emission(copy.graph, replicas, device)
-    loss = recording.loss_index
-    several = replicas > 1
-    trained = loss in forms and recording.training and laws[loss] in ("sum", "mean")
-    divided = monomials(forms[loss]) if loss in forms else set()
-    swapped = loss is not None and bool(swaps.get(loss))
-    wide = accumulates and trained and len(divided) > 1 and not swapped
-    rooted = trained and (several or wide)
-    together = {index for index in forms if several and (index in averaged or (rooted and swaps[index]))}
-    made = list(outputs)
-    for index, form in forms.items():
-        if index in together and laws[index] in ("sum", "mean"):
-            made[index], laws[index] = emission.write(form, ALL), "sum"
-        elif laws[index] == "sum" and not is_plain_sum(form):
-            made[index] = emission.write(form, OWN)
-    root = loss
-    if rooted and loss is not None:
-        root = len(made)
-        made.append(emission.write(forms[loss], WINDOW if wide else ALL))
-        laws.append("sum")
-    for (user, source), quantity in {pair: q for swap in swaps.values() for pair, q in swap.items()}.items():
-        emission.put(user, source, quantity, ALL if together or rooted else OWN)
-    for node in data_checks(nodes, follow):
-        quantities.checks.append((node.args[0], node.args[1], str(node.args[2])))  # type: ignore[arg-type]
-        copy.graph.erase_node(node)
-    evaluation = _evaluation(quantities, emission)
-    emission.finish(made, [one for form in forms.values() for one in parts_of(form)])
+    outputs = [_written(one, i in joint, emission) for i, one in enumerate(outputs)]
+    root = recording.loss_index
+    if rooted:
+        assert loss.form is not None
+        root = len(outputs)
+        outputs.append(_Output(emission.write(loss.form, Scope.WINDOW if needs_window else Scope.ALL), "sum"))
+    for swap in dict.fromkeys(swap for one in outputs for swap in one.swaps):
+        emission.swap(swap, Scope.ALL if joint or rooted else Scope.OWN)
+    quantities.take_checks()
+    numbers = Numbers(quantities, emission.inputs, next(iter(divided)) if len(divided) == 1 else None, replicas)
+    forms = [part for one in outputs if one.form is not None for part in parts_of(one.form)]
+    emission.finish([one.value for one in outputs], forms)
     added = {**quantities.origins, **emission.origins}
-    origins.update({new: origins[old] for new, old in added.items()})
     return Weighed(
-        replace(copy, loss_index=root, inputs=(*copy.inputs, *(Input(n, n, "number") for n in emission.names))),
-        tuple(laws),
-        reasons,
-        next(iter(divided)) if len(divided) == 1 else None,
-        origins,
-        rooted and several,
-        (bool(together) and not rooted) or bool(set(averaged) & together),
-        evaluation,
-        emission.names,
-        replicas,
-        wide,
-        _notes(swapped),
+        replace(copy, loss_index=root, inputs=(*copy.inputs, *(Input(n, n, "number") for n in numbers.inputs))),
+        tuple(one.law for one in outputs),
+        numbers,
+        {**origins, **{new: origins[old] for new, old in added.items()}},
+        {i: one.reason for i, one in enumerate(outputs) if one.reason},
+        totals_in_training=rooted and replicas > 1,
+        totals_always=(bool(joint) and not rooted) or bool(set(averaged) & joint),
+        needs_window=needs_window,
+        notes=(_SWAPPED,) if loss.swaps else (),
     )
 
 
-def _law(value: Any, terms: Terms, follow: Following) -> tuple[str, Form | None]:
-    if not isinstance(value, fx.Node):
-        return "constant", None
-    if value.op != "get_attr" and not follow.depends(value):
-        return "constant", None
-    if value.op == "get_attr":
-        return "constant", None
+@dataclass(frozen=True, eq=False)
+class _Output:
+    """One output of a recording."""
+
+    value: Any
+    law: str
+    form: Form | None = None
+    swaps: tuple[Swap, ...] = ()
+    """Arguments of ops above its terms that must be numbers of the whole batch."""
+    reason: str = ""
+    """The op at which the walk to its terms stopped."""
+
+
+def _outputs(quantities: Quantities, untouched: Collection[int]) -> list[_Output]:
+    terms = Terms(quantities)
+    found = []
+    for index, value in enumerate(outputs_of(quantities.recording.graph)):
+        try:
+            if index in untouched and isinstance(value, fx.Node):
+                raise Unknown(value, "it is merged in another way")
+            found.append(_output(value, quantities, terms))
+        except Unknown as unknown:
+            found.append(_Output(value, "unknown", reason=str(unknown)))
+    return found
+
+
+def _output(value: Any, quantities: Quantities, terms: Terms) -> _Output:
+    follow = quantities.follow
+    if not isinstance(value, fx.Node) or value.op == "get_attr" or not follow.depends(value):
+        return _Output(value, "constant")
     meta = op_of(value)
     if meta.is_number or meta.shape is None:
         raise Unknown(value, "it is no tensor")
@@ -264,43 +161,25 @@ def _law(value: Any, terms: Terms, follow: Following) -> tuple[str, Form | None]
         raise Unknown(value, "its shape depends on the contents of the batch")
     if follow.dims(value):
         if follow.dims(value) == (0,):
-            return "batch", None
+            return _Output(value, "batch")
         raise Unknown(value, "its samples are not in dimension 0")
     form = terms.form(value)
-    return law_of(form), form
+    sums = [one.node for one in parts_of(form) if isinstance(one, (Sum, Share, Ratio))]
+    swaps = tuple(swap for node in sums for swap in quantities.swaps(node))
+    return _Output(value, law_of_output(form), form, swaps)
 
 
-def _notes(swapped: bool) -> tuple[str, ...]:
-    if not swapped:
-        return ()
-    return (
-        "samples are computed with a number of their batch (such as w / w.sum()): each batch is exact, and with "
-        "accumulated batches that number is the one of each batch, as on one device",
-    )
-
-
-def _swaps(form: Form, statistics: Statistics, quantities: Quantities) -> Swaps:
-    """The numbers of the batch that the samples under the terms of a form are computed with."""
-    found: Swaps = {}
-    for one in parts_of(form):
-        if isinstance(one, (Sum, Share, Ratio)):
-            found.update(statistics.replaced(one.node, quantities))
-    return found
-
-
-def _evaluation(quantities: Quantities, emission: Emission) -> Evaluation | None:
-    used = {key for _, key in emission.names.values()} - {SAMPLES, BATCHES}
-    return Evaluation(quantities, used) if used or quantities.checks else None
-
-
-def _outputs(graph: fx.Graph) -> list[Any]:
-    output: fx.Node = next(reversed(graph.nodes))
-    results: Any = output.args[0]
-    return list(results)
+def _written(output: _Output, joint: bool, emission: Emission) -> _Output:
+    """The output with its weights; with `joint`, the mean over replicas is the value for their batches together."""
+    if output.form is not None and joint and output.law in ("sum", "mean"):
+        return replace(output, value=emission.write(output.form, Scope.ALL), law="sum")
+    if output.form is not None and output.law == "sum" and not is_plain_sum(output.form):
+        return replace(output, value=emission.write(output.form, Scope.OWN))
+    return output
 
 
 def _copied(recording: Recording) -> tuple[Recording, dict[str, str]]:
-    """The recording over a copy of its graph, and the names of the ops there by those in the copy."""
+    """The recording over a copy of its graph, and the names of the given ops by those of the copy."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in recording.graph.nodes:

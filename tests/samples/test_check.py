@@ -1,4 +1,4 @@
-"""The batch check: models that mix samples are flagged with the op that does, others are not, and nothing changes."""
+"""The batch check: models in which samples meet are flagged with the op, others are not, and no model changes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_models_that_do_not_are_not(name: str) -> None:
     state = torch.get_rng_state()
     mixing, samples = _look(model)
     assert mixing.same and mixing.exact and samples.text == "" and samples.cut is None
-    assert mixing.gradient[0] < 1e-7
+    assert mixing.gradient.relative < 1e-7
     torch.manual_seed(7)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -139,6 +139,18 @@ def test_a_gate_that_is_closed_at_the_start_hides_nothing() -> None:
     assert not mixing.same and "mixers" not in samples.text and "test_check.py" in samples.text
 
 
+class Typed(Gate):
+    """An op is given its type by keyword."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.softmax(self.first(x), -1, dtype=torch.float32)).pow(2).mean()
+
+
+def test_types_that_are_given_by_keyword_are_float64_in_the_check() -> None:
+    mixing, _ = _look(_built(Typed))
+    assert mixing.same and mixing.exact
+
+
 class BackwardMixes(nn.Module):
     """The forward looks at one sample at a time, the backward does not."""
 
@@ -188,7 +200,7 @@ def test_leaves_that_disagree_about_the_batch_are_named() -> None:
 
 
 class Hits(nn.Module):
-    """A loss of single samples, and a count of what was found among all samples of the batch."""
+    """A loss of single samples, and a count of hits among all samples of the batch."""
 
     def __init__(self, count: str) -> None:
         super().__init__()
@@ -212,8 +224,8 @@ class Hits(nn.Module):
 
 @pytest.mark.parametrize("count", ["retrieval", "accuracy", "above"])
 def test_counts_that_agree_by_chance_are_flagged(count: str) -> None:
-    """For some seeds, the count of the example and of its parts is the same."""
-    for seed in range(12):
+    """For these seeds, the count of the first comparison agrees with that of the parts, for every kind of count."""
+    for seed in (21, 32, 33, 35):
         torch.manual_seed(seed)
         model, batch = Hits(count), (torch.randn(8, 5), torch.randn(8, 5))
         recording = record(model, tuple(tensor[:4] for tensor in batch))
@@ -223,8 +235,8 @@ def test_counts_that_agree_by_chance_are_flagged(count: str) -> None:
 
 @pytest.mark.parametrize("count", ["plain", "sorted", "labels"])
 def test_counts_of_single_samples_are_not(count: str) -> None:
-    """Nor those that compare samples with a number of the batch alone, which the first stage knows."""
-    for seed in range(6):
+    """Counts that compare samples with a number of the batch alone are not flagged either: the first stage knows it."""
+    for seed in (0, 1, 2):
         torch.manual_seed(seed)
         model, batch = Hits(count), (torch.randn(8, 5), torch.randn(8, 5))
         recording = record(model, tuple(tensor[:4] for tensor in batch))

@@ -1,4 +1,4 @@
-"""The batch check where a batch is cut as a container: the pieces of its own cut are held against the container itself."""
+"""The batch check of batches that are split as containers: the container is compared with the parts of its own split."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NormOverRows(WithOwnSplit):
 
 
 class Ranked(WithOwnSplit):
-    """Samples meet at the end, and what belongs to which sample is needed there."""
+    """Samples meet at the end, where the owner of each row is needed."""
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         rows = self.layers(batch["rows"])
@@ -60,7 +60,7 @@ def flat(samples: int) -> dict[str, torch.Tensor]:
 
 
 def step(kind: type[nn.Module], **options: Any) -> tuple[list[str], float, dict[str, torch.Tensor]]:
-    """What is said of samples that meet, and the loss and the gradients of a batch of another size than the example."""
+    """Warnings on samples that meet, and the loss and the gradients of a batch of another size than the example."""
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", SamplesMeet)

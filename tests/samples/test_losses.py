@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
-from pipepart.recording import GuardError, record
+from pipepart.recording import GuardError, Recording, record
 from pipepart.samples.weigh import Weighed, weigh
 from tools.bench.losses.forms import FORMS, Model, batch
 
@@ -17,12 +18,20 @@ SIZES = (3, 3, 2, 1)
 """The last micro-batch has no target at all."""
 
 
+@cache
+def _recorded(name: str) -> tuple[Model, Recording]:
+    """The model of a form, and its recording, which `weigh` copies."""
+    torch.manual_seed(0)
+    model = Model(FORMS[name])
+    return model, record(model, batch(3, seed=1))
+
+
 def _gradients(model: Model) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _run(weighed: Weighed, leaves: list[Any], sizes: tuple[int, ...], numbers: Any) -> list[Any]:
-    """All micro-batches forward and backward; the outputs put together by their laws."""
+    """All micro-batches forward and backward, with the outputs merged by their laws."""
     module = weighed.recording.graph_module()
     outputs = []
     parts = zip(*(leaf.split(sizes) for leaf in leaves))
@@ -43,14 +52,14 @@ def _run(weighed: Weighed, leaves: list[Any], sizes: tuple[int, ...], numbers: A
 
 @pytest.mark.parametrize("name", FORMS)
 def test_losses_of_the_whole_batch(name: str, double: None) -> None:
-    model = Model(FORMS[name])
+    model, recording = _recorded(name)
+    model.zero_grad()
     whole = batch(sum(SIZES))
     expected = model(*(leaf.clone() for leaf in whole))
     leaves = pytree.tree_leaves(expected)
     (expected["loss"] if isinstance(expected, dict) else expected).backward()
     gradients = _gradients(model)
     model.zero_grad()
-    recording = record(model, batch(3, seed=1))
     weighed = weigh(recording)
     assert not weighed.reasons
     got = _run(weighed, list(whole), SIZES, weighed.numbers(whole, SIZES))
@@ -76,18 +85,18 @@ def test_losses_of_the_whole_batch(name: str, double: None) -> None:
     ],
 )
 def test_what_is_no_sum_is_unknown(form: Any, why: str) -> None:
-    """Nothing is guessed: these are for the batch check."""
+    """The walk does not guess: the batch check covers these losses."""
     recording = record(Model(form), batch(4, seed=1))
     weighed = weigh(recording)
     assert weighed.laws == ("unknown",) and why in weighed.reasons[0]
-    assert not weighed.names and weighed.evaluation is None
+    assert not weighed.numbers.inputs and not weighed.numbers.quantities
 
 
 def test_a_mean_costs_nothing() -> None:
     """A mean over samples stays as it is: no input is added, nothing is computed before the step."""
     recording = record(Model(FORMS["mse"]), batch(4, seed=1))
     weighed = weigh(recording)
-    assert weighed.laws == ("mean",) and not weighed.names and weighed.evaluation is None
+    assert weighed.laws == ("mean",) and not weighed.numbers.inputs and not weighed.numbers.quantities
     assert [node.target for node in weighed.recording.graph.nodes] == [node.target for node in recording.graph.nodes]
 
 
@@ -101,7 +110,7 @@ def test_decisions_are_those_of_the_whole_batch(double: None) -> None:
 
 
 def test_the_loss_is_computed_once() -> None:
-    """What else uses the loss of a micro-batch (a perplexity) gets it from the same op."""
+    """Another op that uses the loss of a micro-batch (a perplexity) gets it from the same op."""
 
     def form(m: Any, o: Any, y: Any, k: Any, s: Any) -> Any:
         loss = F.cross_entropy(o.flatten(0, 1), y.flatten(), ignore_index=-1)
@@ -115,12 +124,13 @@ def test_the_loss_is_computed_once() -> None:
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in ("logs", "inputs / largest")])
 def test_gradients_over_replicas(name: str, double: None) -> None:
     """The mean over two replicas with uneven batches is the gradient of one process on both batches."""
-    model = Model(FORMS[name])
+    model, recording = _recorded(name)
+    model.zero_grad()
     batches = [batch(9), batch(6, seed=1)]
     model(*(torch.cat(parts) for parts in zip(*batches))).backward()
     expected = _gradients(model)
     model.zero_grad()
-    weighed = weigh(record(model, batch(3, seed=1)), replicas=2)
+    weighed = weigh(recording, replicas=2)
     sizes = [(3, 3, 2, 1), (2, 2, 1, 1)]
     counts: list[list[float]] = []
     for leaves, cut in zip(batches, sizes):

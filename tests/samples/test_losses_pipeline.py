@@ -130,11 +130,11 @@ def test_gradients_of_the_whole_batch(stages: int, replicas: int, schedule: str,
 
 def _alike() -> Any:
     from pipepart import Pipeline
-    from pipepart.samples.window import CountsAlike
+    from pipepart.samples.numbers import EqualWeights
 
     pipe = Pipeline(Tagger(True), samples(8, 0), microbatches=4)
     batches = [samples(size, index) for index, size in enumerate(SIZES[0])]
-    with pytest.warns(CountsAlike, match="Use Pipeline.steps"):
+    with pytest.warns(EqualWeights, match="Use Pipeline.steps"):
         step_by_step(pipe, batches)
     return {key: p.grad for key, p in pipe.named_parameters()}
 
@@ -155,7 +155,7 @@ def _old_meaning() -> Any:
 
 
 def test_the_old_meaning_is_an_option() -> None:
-    """With loss="microbatch", each micro-batch divides by its own tokens and counts by its samples."""
+    """With loss="microbatch", each micro-batch divides by its own tokens and is weighted by its samples."""
     ((loss, gradients),) = run_ranks(1, _old_meaning)
     model = Tagger(False)
     parts = zip(*(leaf.split(2) for leaf in samples(8, 4)))

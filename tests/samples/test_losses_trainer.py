@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as L
@@ -108,7 +109,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def _loader(samples: int, batch_size: int, seed: int, part: tuple[int, int]) -> DataLoader:
-    """`part`: the replica, and how many there are; together they read the batches of one process in order."""
+    """`part` is the replica and the number of replicas, which together read the batches of one process in order."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     lengths = torch.randint(0, 3, (samples,), generator=generator)
@@ -143,6 +144,12 @@ def _fit(
     return state, module.seen, {key: float(value) for key, value in run.callback_metrics.items()}
 
 
+@cache
+def _plain(batch_size: int, samples: int, model: type[Language] = Language, **trainer: Any) -> Any:
+    """Plain Lightning on one device, for all schedules and shapes."""
+    return _fit("auto", 1, batch_size, samples, model, **trainer)
+
+
 def _compare(answers: Any, expected: Any, logs: bool = True) -> None:
     state, seen, metrics = expected
     for key, value in state.items():
@@ -158,14 +165,14 @@ def _compare(answers: Any, expected: Any, logs: bool = True) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
 def test_padded_samples(schedule: str) -> None:
     options = {"stages": 2, "microbatches": 4, "schedule": schedule}
-    _compare(run_ranks(2, _fit, options, 2, 8, 30), _fit("auto", 1, 8, 30))
+    _compare(run_ranks(2, _fit, options, 2, 8, 30), _plain(8, 30))
 
 
 @pytest.mark.slow
 def test_padded_samples_on_two_replicas() -> None:
     """Each replica has half of every batch; the last batches have fewer samples than micro-batches."""
     options = {"stages": 2, "replicas": 2, "microbatches": 3}
-    _compare(run_ranks(4, _fit, options, 4, 4, 21), _fit("auto", 1, 8, 21))
+    _compare(run_ranks(4, _fit, options, 4, 4, 21), _plain(8, 21))
 
 
 @pytest.mark.slow
@@ -173,7 +180,7 @@ def test_a_sum_that_nothing_divides_is_averaged_over_accumulated_batches() -> No
     """As Lightning does on one device, also beside a term that is divided."""
     options = {"stages": 2, "microbatches": 3}
     more: dict[str, Any] = {"model": WithSum, "accumulate_grad_batches": 2, "limit_val_batches": 0}
-    _compare(run_ranks(2, _fit, options, 2, 6, 24, **more), _fit("auto", 1, 6, 24, **more))
+    _compare(run_ranks(2, _fit, options, 2, 6, 24, **more), _plain(6, 24, **more))
 
 
 @pytest.mark.slow
@@ -184,7 +191,7 @@ def test_accumulated_batches_are_one(replicas: int) -> None:
     answers = run_ranks(
         2 * replicas, _fit, options, 2 * replicas, size // 2, samples, accumulate_grad_batches=2, limit_val_batches=0
     )
-    _compare(answers, _fit("auto", 1, size * replicas, samples, limit_val_batches=0), logs=False)
+    _compare(answers, _plain(size * replicas, samples, limit_val_batches=0), logs=False)
 
 
 @pytest.mark.parametrize(
@@ -200,21 +207,21 @@ def test_accumulated_batches_are_one(replicas: int) -> None:
 def test_accumulated_batches_of_a_loss_with_two_denominators_are_one(
     replicas: int, schedule: str, stream: bool
 ) -> None:
-    """All batches that are accumulated are looked at when the first of them is trained on."""
+    """All batches of a window are read before the first of them is trained on."""
     options = {"stages": 2, "replicas": replicas, "microbatches": 3, "schedule": schedule}
     samples, size = 24 * replicas, 12
     answers = run_ranks(
         2 * replicas, _fit, options, 2 * replicas, size // 2, samples, TwoTerms, stream,
         accumulate_grad_batches=2, limit_val_batches=0,
     )  # fmt: skip
-    _compare(answers, _fit("auto", 1, size * replicas, samples, TwoTerms, limit_val_batches=0), logs=False)
-    seen = _fit("auto", 1, size // 2 * replicas, samples, TwoTerms, limit_val_batches=0, accumulate_grad_batches=2)[1]
+    _compare(answers, _plain(size * replicas, samples, TwoTerms, limit_val_batches=0), logs=False)
+    seen = _plain(size // 2 * replicas, samples, TwoTerms, limit_val_batches=0, accumulate_grad_batches=2)[1]
     assert answers[0][1][:4] == pytest.approx(seen[:4], rel=1e-8)  # logs are of each batch, with the first weights
     assert len(answers[0][1]) == len(seen)  # and no batch is lost or read twice
 
 
 def test_batches_that_a_hook_must_see_in_time_are_not_looked_at() -> None:
-    """Batches count alike then, as in plain Lightning, and the start message says so."""
+    """Batches then have equal weights, as in plain Lightning, and the start message says so."""
     options = {"stages": 1, "microbatches": 3}
     shape: dict[str, Any] = {"accumulate_grad_batches": 2, "limit_val_batches": 0}
     told = io.StringIO()
@@ -228,26 +235,26 @@ def test_batches_that_a_hook_must_see_in_time_are_not_looked_at() -> None:
         log.removeHandler(handler)
         log.setLevel(level)
     assert "Moved.on_after_batch_transfer keeps them from being looked at" in told.getvalue()
-    _compare(answers, _fit("auto", 1, 6, 24, Moved, **shape))
+    _compare(answers, _plain(6, 24, Moved, **shape))
 
 
 class Changed(TwoTerms):
-    """A hook that changes a batch after it was looked at."""
+    """A hook changes a batch after its window was opened."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         batch[1][:, 0] = -100
 
 
 def test_a_batch_that_changes_after_it_was_looked_at_is_told() -> None:
-    from pipepart.samples.window import CountsAlike
+    from pipepart.samples.numbers import EqualWeights
 
     options = {"stages": 1, "microbatches": 3}
-    with pytest.warns(CountsAlike, match="batch 2 of 2 accumulated batches is not what it was"):
+    with pytest.warns(EqualWeights, match="batch 2 of 2 accumulated batches has changed"):
         _fit(options, 1, 6, 24, Changed, accumulate_grad_batches=2, limit_val_batches=0)
 
 
 def test_the_last_batches_of_an_epoch_are_a_shorter_window() -> None:
-    """Lightning divides by `accumulate_grad_batches` there too. No batch is read that is not trained on."""
+    """Lightning divides by `accumulate_grad_batches` there too. Only batches that are trained on are read."""
     read: list[int] = []
 
     class Counted(torch.utils.data.Dataset):

@@ -1,4 +1,4 @@
-"""The losses of transformers: those of the whole batch, whatever the lengths of its samples."""
+"""The losses of transformers are those of the whole batch, for samples of different lengths."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def _values(result: Any) -> dict[str, torch.Tensor]:
     return result if isinstance(result, dict) else {"loss": result}
 
 
-def _pipeline(name: str, stages: int, sizes: list[int], **options: Any):
+def _pipeline(name: str, stages: int, sizes: tuple[int, ...], **options: Any):
     from pipepart import Pipeline
 
     model = _build(name)
@@ -49,7 +50,8 @@ def _pipeline(name: str, stages: int, sizes: list[int], **options: Any):
     return steps, evaluated
 
 
-def _one_process(name: str, sizes: list[int]):
+@cache
+def _one_process(name: str, sizes: tuple[int, ...]):
     model = _build(name)
     steps = []
     for index, size in enumerate(sizes):
@@ -71,7 +73,7 @@ def _same(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
 
 
 def _check(name: str, stages: int, **options: Any) -> None:
-    sizes = [8, 10, 3]  # even, uneven, and smaller than the number of micro-batches
+    sizes = (8, 10, 3)  # even, uneven, and smaller than the number of micro-batches
     wanted, evaluation = _one_process(name, sizes)
     answers = run_ranks(stages, _pipeline, name, stages, sizes, **options)
     for index in range(len(sizes)):
@@ -140,7 +142,7 @@ def test_each_replica_has_a_tail_of_its_own() -> None:
 
 def _refused(schedule: str) -> str:
     with pytest.raises(PlanError) as caught:
-        _pipeline("clip", 2, [8], schedule=schedule)
+        _pipeline("clip", 2, (8,), schedule=schedule)
     return str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -69,8 +70,14 @@ def _pipeline(name: str, stages: int, options: dict[str, Any]):
     return _fit(name, stages, PipelineStrategy(stages=stages, microbatches=4), **options)
 
 
+@cache
+def _plain(name: str, **options: Any):
+    """Plain Lightning on one device, for all numbers of stages."""
+    return _fit(name, 1, "auto", **options)
+
+
 def _check(name: str, stages: int, tolerance: float = 1e-9, **options: Any) -> None:
-    state, logged, metrics = _fit(name, 1, "auto", **options)
+    state, logged, metrics = _plain(name, **options)
     answers = run_ranks(stages, _pipeline, name, stages, options)
     for key, value in state.items():
         assert torch.allclose(answers[0][0][key], value, rtol=tolerance, atol=tolerance), key

@@ -154,7 +154,7 @@ def _one_process_in_parts(
     model, _ = _comparable(build, dtype)
     pieces, losses = pieces_of((args, {}), model, 0, True, 2), []
     if pieces is not None:
-        parts = [piece.batch[0] for piece in pieces.cut((args, {}), 2)]
+        parts = [piece.batch[0] for piece in pieces.split((args, {}), 2)]
     else:
         parts = [trees.map_structure(lambda leaf, i=i: _half(leaf, i), args) for i in range(2)]  # type: ignore[misc]
     for part in parts:
