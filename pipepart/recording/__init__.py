@@ -10,16 +10,16 @@ from pipepart.recording.execution.split import BATCH, Chunk, Edge, split
 from pipepart.recording.proof.chunk_proof import prove_chunks
 from pipepart.recording.proof.prove import prove
 from pipepart.recording.record import record
-from pipepart.recording.recording import GuardError, Input, LogCall, OpMeta, Recording
+from pipepart.recording.recording import ExtraOutput, GuardError, Input, OpMeta, Recording
 from pipepart.recording.step import record_step
 
 __all__ = [
     "BATCH",
     "Chunk",
     "Edge",
+    "ExtraOutput",
     "GuardError",
     "Input",
-    "LogCall",
     "OpMeta",
     "Recording",
     "prove",

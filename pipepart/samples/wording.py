@@ -66,7 +66,8 @@ def _how_much(recording: Recording, mixing: Mixing) -> str:
         found.append(f"loss {parts:.6g} instead of {whole:.6g} ({change:.2g} relative)")
     if mixing.gradient_here is not None:
         found.append(f"gradients differ by up to {mixing.gradient_here[0]:.2g} relative ({mixing.gradient_here[1]})")
-    others = [log.name for log in recording.logs if log.output in mixing.wrong and log.output != recording.loss_index]
+    wrong = set(mixing.wrong) - {recording.loss_index}
+    others = [extra.name for extra in recording.extras if extra.output in wrong]
     if others:
         found.append(f"logged: {', '.join(others[:5])}")
     rest = {i: d for i, d in mixing.differs.items() if i != recording.loss_index and math.isfinite(d)}

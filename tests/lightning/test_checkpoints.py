@@ -23,8 +23,8 @@ from support.ranks import RanksFailed, run_ranks
 from watching import QUIET, Notes
 
 from pipepart import PipelineStrategy
-from pipepart.lightning import WeightEMA, checkpoint_io, sharded
-from pipepart.lightning.checkpoint_io import CheckpointError, SafeCheckpointIO, manifest_of, verify
+from pipepart.lightning import WeightEMA, checkpoint_files, sharded
+from pipepart.lightning.checkpoint_files import CheckpointError, SafeCheckpointIO, manifest_of, verify
 from pipepart.lightning.sharded import consolidate
 
 SHAPES = {"1": (1, 1), "2x1": (2, 2), "3x1": (3, 3), "2x2": (2, 4)}
@@ -232,7 +232,7 @@ def _dies(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
         monkeypatch.setattr(sharded, "_exchange", lambda a, b: False)
         at(os, "replace", lambda a, b: str(a).endswith(".ckpt.part"))
     else:
-        at(checkpoint_io, "write_manifest", lambda path, files: len(files[path.name]) == 1, after=True)
+        at(checkpoint_files, "write_manifest", lambda path, files: len(files[path.name]) == 1, after=True)
         at(shutil, "rmtree", lambda path, **kwargs: str(path).endswith(".part") and sharded.is_sharded(path))
 
 

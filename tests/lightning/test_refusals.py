@@ -203,7 +203,7 @@ def _changing() -> list[int]:
     losses: list[float] = []
     module.on_train_batch_end = lambda outputs, batch, batch_idx: losses.append(float(outputs["loss"]))
     trainer.fit(module, train)
-    return [losses, trainer.strategy._variants["training_step"].made]
+    return [losses, trainer.strategy._steps.variants["training_step"].made]
 
 
 def test_step_that_changes_is_recorded_again() -> None:

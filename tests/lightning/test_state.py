@@ -26,7 +26,7 @@ def _fit(names: list[str], pipeline: bool, devices: int, **options: Any) -> dict
         found[name] = run_fit(module, *loaders(), strategy, devices, **{"max_epochs": EPOCHS, **options})
         found[name]["held"] = module.state() if hasattr(module, "state") else None
         if pipeline:
-            found[name]["made"] = {key: variants.made for key, variants in strategy._variants.items()}
+            found[name]["made"] = {key: variants.made for key, variants in strategy._steps.variants.items()}
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from pipepart.recording.model_state.setup import Hooks, Setup
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
-from pipepart.recording.recording import Input
+from pipepart.recording.recording import ExtraOutput, Input
 from pipepart.recording.trace import caches, symbols
 from pipepart.recording.trace.arguments import holds_tensors
 from pipepart.recording.trace.caches import CachedFunction
@@ -66,11 +66,11 @@ WHOLE_LIMIT = 0.4
 class Call:
     """What is to be recorded: how to run it on flat leaves, and what the leaves are.
 
-    `run` returns the result and the logged values, a list of (name, value, options).
+    `run` returns the result and the extra outputs with their values.
     """
 
     root: nn.Module
-    run: Callable[[list[Any]], tuple[Any, list[tuple[str, Any, dict[str, Any]]]]]
+    run: Callable[[list[Any]], tuple[Any, list[ExtraOutput]]]
     leaves: tuple[Any, ...]
     inputs: tuple[Input, ...]
     tree: trees.Tree
@@ -97,11 +97,11 @@ class Call:
 
 @dataclass
 class Run:
-    """What one run gave; `logs` hold the metrics that were logged as objects, other logged values are outputs."""
+    """Result of one recorded run. The values of the extra outputs are in the graph, except for modules."""
 
     recorder: Recorder
     output_tree: trees.Tree
-    logs: list[tuple[str, nn.Module | None, dict[str, Any]]]
+    extras: list[ExtraOutput]
     output_count: int
     loss_index: int | None
     outcome: Outcome
@@ -199,16 +199,16 @@ def eager(call: Call, leaves: list[Any], mode: Any) -> Any:
 
 
 def original(call: Call, leaves: list[Any], mode: Any, backward: bool) -> Outcome:
-    """What the model gives of itself, not recorded: outputs and logged values, and with `backward` its gradients."""
+    """What the model gives of itself, not recorded: outputs and extra outputs, and with `backward` its gradients."""
     with ExitStack() as stack:
         stack.enter_context(state.preserved(call.root))
         stack.enter_context(torch.enable_grad())
         if mode is not None:
             stack.enter_context(mode)
         given = [copy_leaf(leaf) for leaf in leaves]
-        result, logs = call.run(list(given))
+        result, extras = call.run(list(given))
         outputs, tree = trees.flatten(result)
-        flat = [*outputs, *(value for _, value, _ in logs if not isinstance(value, nn.Module))]
+        flat = [*outputs, *(extra.value for extra in extras if not extra.is_module)]
         if mode is not None:
             return Outcome(flat)
         return outcome_of(flat, loss_index(tree, outputs), call.root, _by_name(call, given), backward)
@@ -289,7 +289,7 @@ def run_once(
                 attributes, around = state.Attributes(names.listed), Effects(names.listed, partial(is_leaf, recorder))
                 hooks = Hooks(names.listed)
                 with reads.collecting(settings.variables):
-                    result, logs = call.run(values)
+                    result, extras = call.run(values)
                 recorder.guards_of_state = reads.guards()
                 recorder.notes += reads.notes
                 if outside_rng() != recorder.drawn:
@@ -302,8 +302,7 @@ def run_once(
                 refuse_effects(recorder, around)
                 outputs, tree = trees.flatten(result)
                 count = len(outputs)
-                logs = [(name, value, _plain_options(options)) for name, value, options in logs]
-                flat = [*outputs, *(value for _, value, _ in logs if not isinstance(value, nn.Module))]
+                flat = [*outputs, *(extra.value for extra in extras if not extra.is_module)]
                 nodes = tuple(_output(recorder, value) for value in flat)
                 recorder.recording = False
         except Exception as error:
@@ -318,9 +317,9 @@ def run_once(
             outcome = outcome_of(flat, loss, call.root, _by_name(call, values), True, retain=trace is not None)
         else:
             outcome = Outcome([value.detach() if isinstance(value, torch.Tensor) else value for value in flat])
-        logs = [(name, value if isinstance(value, nn.Module) else None, options) for name, value, options in logs]
+        extras = [extra if extra.is_module else replace(extra, value=None) for extra in extras]
         recorder.release()
-        return Run(recorder, tree, logs, count, loss, outcome, leaves)
+        return Run(recorder, tree, extras, count, loss, outcome, leaves)
 
 
 def loss_index(tree: trees.Tree, outputs: Sequence[Any]) -> int | None:
@@ -345,15 +344,6 @@ def loss_index(tree: trees.Tree, outputs: Sequence[Any]) -> int | None:
 
 def _itself(node: fx.Node) -> fx.Node:
     return node
-
-
-def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a log call as constants; a batch size that follows the batch is left to whoever replays it."""
-    return {
-        key: symbols.plain(value)
-        for key, value in options.items()
-        if not (key == "batch_size" and symbols.is_tracked(value))
-    }
 
 
 def _output(recorder: Recorder, value: Any) -> Any:
