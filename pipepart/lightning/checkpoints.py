@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from pipepart.lightning.checkpoint_files import CheckpointError, verify
 from pipepart.lightning.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
 from pipepart.lightning.ranks import Ranks
 from pipepart.runtime import StageRuntime
+from pipepart.runtime.failure import guarded
 
 __all__ = ["Checkpoints"]
 
@@ -78,7 +80,11 @@ class Checkpoints:
             action()
         except Exception as error:
             failure = error
-        failures = self._ranks.gather(None if failure is None else str(failure))
+        failures: list[str | None] = [None]
+        if self._ranks.groups is not None:
+            failures *= self._ranks.mesh.world_size
+            with guarded(self._ranks.groups):  # not through the store of the job, which may be on the same full disk
+                dist.all_gather_object(failures, None if failure is None else str(failure))
         if failure is not None:
             raise failure
         for rank, text in enumerate(failures):

@@ -18,8 +18,8 @@ from pipepart.errors import ConfigError
 __all__ = ["check_module", "check_optimizers", "check_trainer"]
 
 _CALLBACKS = {
-    "StochasticWeightAveraging": "it copies the whole model on each rank. Use pipepart.lightning.WeightEMA instead",
-    "WeightAveraging": "it copies the whole model on each rank. Use pipepart.lightning.WeightEMA instead",
+    "StochasticWeightAveraging": "it copies the whole model on each rank. Use pipepart.WeightEMA instead",
+    "WeightAveraging": "it copies the whole model on each rank. Use pipepart.WeightEMA instead",
     "ModelPruning": "it replaces parameters during training, and stages keep the old ones. Prune before the fit",
     "BatchSizeFinder": "it finds the batch size by running out of memory, which would end only one stage of several. "
     "Plan for a memory limit instead (pipepart plan)",

@@ -2,8 +2,8 @@
 
 In the order of the data: `inputs` (containers as flat leaves), `model_state` (the Python state around a model), `trace`
 (one recorded run), `generalise` (several runs become one graph), `proof` (the graph is held against the model) and
-`execution` (the graph as a program, and its chunks). Knows modules and tensors. Knows nothing of devices, stages or
-processes.
+`execution` (the graph as a program, and its chunks). Knows modules and tensors. Knows nothing of devices, stages,
+processes or Lightning.
 """
 
 from pipepart.recording.execution.split import BATCH, Chunk, Edge, split
