@@ -131,7 +131,8 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def plan(self) -> Plan:
         """The plan that the runtime executes, with the time of its rehearsal in `plan.rehearsed`."""
-        return self.runtime.plan if self._plan is None else self._plan
+        plan = self.runtime.plan  # raises if the pipeline is not set up
+        return plan if self._plan is None else self._plan
 
     @property
     def step_times(self) -> list[float]:
@@ -305,9 +306,8 @@ class PipelineStrategy(ParallelStrategy):
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
         """Record the step on the first batch, agree on a plan, and keep this rank's stage."""
         self._ranks.share_weights(module)
-        given = self._options.example_batch
-        self._opened = given is None and step == "training_step"
-        example = shared_example(trainer, given, self.broadcast)
+        self._opened = self._options.example_batch is None and step == "training_step"
+        example = shared_example(trainer, self._options.example_batch, self.broadcast)
         context, precision = self.precision_plugin.forward_context, str(trainer.precision)
         job = Job(
             module, self._options, self.mesh, self._ranks.groups, self.root_device, context=context, precision=precision
@@ -339,9 +339,7 @@ class PipelineStrategy(ParallelStrategy):
         """Forward and backward of all micro-batches. The new gradients are kept apart until `backward` is called."""
         return self._recorded.train(batch, batch_idx, loss_scale_of(self.precision_plugin, self.root_device))
 
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Hand over the gradients where Lightning expects them. The backward itself has run in the schedule."""
         module, _ = self._module_and_trainer()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)

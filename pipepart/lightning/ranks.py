@@ -85,7 +85,7 @@ class Ranks:
                 dist.barrier() if self.groups is None else meet(self.groups)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
+        if not _distributed_is_initialized() or dist.get_world_size() == 1:
             return obj
         if self.groups is not None:
             with guarded(self.groups):

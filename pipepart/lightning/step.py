@@ -86,7 +86,7 @@ def record_lightning_step(
     given = {"batch_idx": batch_idx}
     if dataloader_idx is not None:
         given["dataloader_idx"] = dataloader_idx
-    given.update({name: _counter(module, name) for name in _COUNTERS})
+    given.update({name: int(getattr(module, name, 0)) for name in _COUNTERS})
     method = getattr(type(module), step)
     names = list(inspect.signature(method).parameters)[1:]
 
@@ -196,11 +196,3 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
 def detached(value: Any) -> Any:
     """A logged value without its gradient."""
     return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
-
-
-def _counter(module: nn.Module, name: str) -> int:
-    try:
-        value = getattr(module, name, 0)
-        return int(value) if isinstance(value, (int, float)) else 0
-    except Exception:
-        return 0
