@@ -118,6 +118,8 @@ class PipelineStrategy(ParallelStrategy):
         self._opened = False
         self._plan: Plan | None = None
         self.sharded, self.after = sharded, after
+        self.step_times: list[float] = []
+        """Seconds of each training step of the last fit on this rank, without the optimizer."""
         self.rehearsed: float | None = None
         """Seconds of a step in the rehearsal of the plan, if there was one."""
 
@@ -133,11 +135,6 @@ class PipelineStrategy(ParallelStrategy):
         """The plan that the runtime executes, with the time of its rehearsal in `plan.rehearsed`."""
         plan = self.runtime.plan  # raises if the pipeline is not set up
         return plan if self._plan is None else self._plan
-
-    @property
-    def step_times(self) -> list[float]:
-        """Seconds of each training step of the last fit on this rank, without the optimizer."""
-        return self._steps.seconds if self._steps is not None else []
 
     def whole_parameters(self, gradients: bool = False) -> AbstractContextManager[None]:
         """Inside, every rank has the values (and gradients) of all parameters and buffers. All ranks must enter together.
@@ -156,6 +153,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def make_whole(self) -> None:
         """Gather all values on every rank and forget the plan. All ranks must call it together."""
+        self._steps = None
         self._whole.make_whole()
 
     # ---- ranks
@@ -284,6 +282,7 @@ class PipelineStrategy(ParallelStrategy):
         connect_callbacks(trainer, self._patches)
         self._whole.enter(module, fitting)
         if self._whole.runtime is None:
+            self._steps = None  # releases the runtime of an earlier run
             check_can_be_filled(module)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
@@ -292,7 +291,8 @@ class PipelineStrategy(ParallelStrategy):
         self.runtime.seeds.seed = self.broadcast(seed)
         self._signals = Signals(trainer, self._ranks.groups, self.root_device, self._patches)
         if fitting:
-            self._recorded.start_fit()
+            self.step_times = []
+            self._recorded.start_fit(self.step_times)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.precision_plugin)
         self.setup_precision_plugin()

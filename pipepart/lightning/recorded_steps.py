@@ -50,8 +50,7 @@ class RecordedSteps:
         """Whether the model was built on the meta device, so that no rank has ever held all of it."""
         self._continues = False
         """Gradients of earlier batches are kept for the next batch, to make one step of the optimizer."""
-        self.seconds: list[float] = []
-        """Seconds of each training step of the last fit on this rank, without the optimizer."""
+        self._seconds: list[float] = []
 
     def build(self, step: str, batch: Any) -> Built:
         """Record the first step on a batch, agree on a plan, and keep this rank's stage. Every rank must call it."""
@@ -79,8 +78,9 @@ class RecordedSteps:
 
     # ---- steps
 
-    def start_fit(self) -> None:
-        self.seconds, self._continues = [], False
+    def start_fit(self, seconds: list[float]) -> None:
+        """Start a fit. The time of each training step, without the optimizer, is appended to `seconds`."""
+        self._seconds, self._continues = seconds, False
 
     def train(self, batch: Any, batch_idx: int, loss_scale: float) -> Any:
         """Forward and backward of all micro-batches, and the effects of the step. Returns its result."""
@@ -97,14 +97,14 @@ class RecordedSteps:
             continues=self._continues,
             ahead=ahead,
             loss_scale=loss_scale / trainer.accumulate_grad_batches,
-            trace=runtime.tracing.due(len(self.seconds)),
+            trace=runtime.tracing.due(len(self._seconds)),
             outputs_everywhere=True,
             separate=self.effects[name].separate,
             context=self._job.context,
             name=name,
         )
         self._continues = accumulates
-        self.seconds.append(time.perf_counter() - started)
+        self._seconds.append(time.perf_counter() - started)
         return replay(self.effects[name], result, runtime.recording(name), self._module, runtime)
 
     def evaluate(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> Any:
