@@ -112,7 +112,7 @@ def _fault(checkpoint: Path, known: Mapping[Path, Sequence[Content]]) -> str:
         digest = _digest_of(file)
         if all(content.sha256 != digest for content in contents):
             expected = contents[0].sha256
-            return f"{of_it} is not what was written (SHA-256 {digest[:16]}..., expected {expected[:16]}...)"
+            return f"{of_it} differs from the saved one (SHA-256 {digest[:16]}..., expected {expected[:16]}...)"
     return ""
 
 

@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Follows:
-    """How a value follows the number of samples, as seen in runs of a step at several sizes."""
+    """Relation of a value to the number of samples, as seen in runs of a step at several sizes."""
 
     dims: tuple[int, ...] | None = None
     """Dimensions of a tensor that grow with the number of samples. None: only one number of samples was seen."""
@@ -208,7 +208,7 @@ class _Watch(Logs):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the module and its metrics report what a step does to them."""
+        """Inside, the module and its metrics report their use by a step."""
         members = {
             "__setattr__": _set_attribute(self, type(self.module).__setattr__),
             "_pipepart_sets": True,  # tensors that the step keeps are set after it, with the values of the whole batch

@@ -90,7 +90,7 @@ def _whole(effect: Effect, position: int, result: StepResult, checked: bool) -> 
 
 
 def _guessed(values: Sequence[Any], whole: Any, follows: Follows, checked: bool) -> str:
-    """How tensors that differ were combined, if that is not known to be right; numbers are means."""
+    """The way in which tensors that differ were combined, if it is not known to be right; empty otherwise."""
     if len(values) == 1 or not isinstance(whole, torch.Tensor) or not whole.dim():
         return ""
     if whole.shape != values[0].shape:

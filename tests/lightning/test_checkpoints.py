@@ -140,7 +140,7 @@ def test_truncated_and_flipped_files_are_named(tmp_path) -> None:
         verify(cut)
     with pytest.raises(CheckpointError, match=f"{cut.name} cannot be read"):
         io.load_checkpoint(cut)
-    with pytest.raises(CheckpointError, match=f"{flipped.name} is damaged: its content is not what was written"):
+    with pytest.raises(CheckpointError, match=f"{flipped.name} is damaged: its content differs from the saved one"):
         verify(flipped)
     io.remove_checkpoint(good)
     assert not good.exists()
@@ -337,7 +337,7 @@ def _unwritable(shape: str, folder: str) -> str:
 @pytest.mark.slow
 def test_all_ranks_raise_what_one_found(tmp_path) -> None:
     for text in run_ranks(2, _damaged_resume, "2x1", str(tmp_path)):
-        assert "a.ckpt is damaged: its content is not what was written" in text
+        assert "a.ckpt is damaged: its content differs from the saved one" in text
     for text in run_ranks(2, _unwritable, "2x1", str(tmp_path)):
         assert "/proc/nowhere/a.ckpt could not be written" in text
 
