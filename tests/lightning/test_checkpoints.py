@@ -105,7 +105,7 @@ def test_sharded_checkpoint_resumes_at_another_shape_and_becomes_plain(tmp_path)
     shutil.copytree(folder, tmp_path / "intact.ckpt")
     shard, *_ = sorted(folder.glob("*.distcp"))
     _flip(shard)
-    with pytest.raises(CheckpointError, match=f"{shard.name} is not what was written.*beside it: .*plain.ckpt"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} differs from the saved one.*beside it: .*plain.ckpt"):
         _run("1", str(tmp_path), 2, str(folder), None)  # a file and a directory are checkpoints alike: the newest one
     (tmp_path / "plain.ckpt").unlink()
     shard.write_bytes(shard.read_bytes()[:-10])
@@ -164,7 +164,7 @@ def test_manifests_written_before_are_read(tmp_path, kind: str) -> None:
         assert _value(one) == 1.0
     file = path if kind == "plain" else path / "rest.pt"
     _flip(file)
-    with pytest.raises(CheckpointError, match=r"damaged: .*content.* is not what was written.*(other|whole).ckpt"):
+    with pytest.raises(CheckpointError, match=r"damaged: .*content.* differs from the saved one.*(other|whole).ckpt"):
         _value(path)
     manifest_of(path).write_text("[]")
     if kind == "plain":  # as a file from elsewhere
