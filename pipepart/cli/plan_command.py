@@ -23,7 +23,7 @@ from pipepart.lightning.options import StrategyOptions
 from pipepart.options import Options
 from pipepart.planning import Plan
 from pipepart.planning.entry import Target, plan_for
-from pipepart.recording import Recording, record, record_step
+from pipepart.recording import Recording, record
 from pipepart.runtime import Mesh, fit_mesh
 
 __all__ = ["made_by", "plan"]
@@ -98,7 +98,7 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
     import lightning as L
 
     from pipepart.cli.fit import build_recipe
-    from pipepart.lightning.effects import watched
+    from pipepart.lightning.effects import record_with_effects
 
     L.seed_everything(int(config["seed"]), verbose=False)
     module, data = build_recipe(config)
@@ -108,13 +108,13 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
     if batch is None:
         raise ConfigError("data: the training loader gives no batch; planning needs one to know the shapes")
 
-    def record_watched(found: Example) -> Recorded:
-        with watched(module, "training_step", found.batching) as finish:  # as the strategy records it for its runs
-            recording = record_step(module, "training_step", found.batch, batching=found.batching, others=found.others)
-        finish(recording)
+    def record_as_in_a_run(found: Example) -> Recorded:
+        recording, _ = record_with_effects(
+            module, "training_step", found.batch, batching=found.batching, others=found.others
+        )
         return Recorded(recording)
 
-    return _step(Job(module, options, mesh, None, _HERE), record_watched, batch)
+    return _step(Job(module, options, mesh, None, _HERE), record_as_in_a_run, batch)
 
 
 def made_by(name: str) -> tuple[nn.Module, tuple[Any, ...]]:

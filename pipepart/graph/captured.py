@@ -15,7 +15,7 @@ from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.record import record
 from pipepart.recording.recording import Recording
-from pipepart.recording.step import STEPS, record_step
+from pipepart.recording.step import step_recorder
 from pipepart.samples.pieces import other_batches
 
 __all__ = ["Captured", "capture"]
@@ -107,14 +107,15 @@ def capture(
     """
     owner = getattr(module_or_step, "__self__", None)
     name = getattr(module_or_step, "__name__", "")
-    if isinstance(owner, nn.Module) and name in STEPS and hasattr(owner, "automatic_optimization"):
+    recorder = step_recorder(owner, name) if isinstance(owner, nn.Module) else None
+    if isinstance(owner, nn.Module) and recorder is not None:
         index = int(args[1]) if len(args) > 1 else int((kwargs or {}).get("batch_idx", 0))
         others = other_batches(args[0], owner, False)
         batching = _in_pieces(args[0], others)
         recording = _in_mode(
             owner,
             name == "training_step",
-            lambda: record_step(owner, name, args[0], batch_idx=index, batching=batching, others=others or ()),
+            lambda: recorder(owner, name, args[0], batch_idx=index, batching=batching, others=others or ()),
         )
         return Captured(recording, recording if name != "training_step" else None, op_graph(recording))
     root = module_or_step if isinstance(module_or_step, nn.Module) else owner

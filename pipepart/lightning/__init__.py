@@ -1,6 +1,7 @@
-"""Lightning: the strategy, registered under its name so that `Trainer(strategy="pipepart")` finds it.
+"""Lightning: the strategy, its callbacks and its checkpoints. `Trainer(strategy="pipepart")` finds the registered strategy.
 
-All that touches Lightning is here. It speaks Lightning and delegates: planning is done by `build`, training by `runtime`.
+Knows Trainer and LightningModule, and all code that touches the inside of Lightning is here. Planning is done by `build`,
+training by `runtime`: this room must not know how a plan is made or executed.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

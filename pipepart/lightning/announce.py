@@ -1,4 +1,4 @@
-"""What the strategy tells the user on rank 0."""
+"""Messages of the strategy to the user, on rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipepart.report.figures import measured_step, warm_steps
 __all__ = ["measured_against_predicted", "tell"]
 
 _log = logging.getLogger("pipepart")
-if not _log.handlers:  # shown by default, as Lightning's own messages are; users change it like any logger
+if not _log.handlers:  # shown by default, as Lightning's own messages; users configure it like any logger
     _log.addHandler(logging.StreamHandler())
     _log.setLevel(logging.INFO)
     _log.propagate = False
@@ -22,14 +22,15 @@ if not _log.handlers:  # shown by default, as Lightning's own messages are; user
 
 @rank_zero_only
 def tell(text: str) -> None:
+    """Log a message to the terminal, on rank 0."""
     _log.info(text)
 
 
 def measured_against_predicted(plan: Plan, step_times: Sequence[float]) -> str:
-    """One line after a fit: what a step took, and what the plan had said."""
+    """One line after a fit: the measured and the predicted time of a step."""
     measured = measured_step(step_times)
     if measured is None:
-        return "pipepart: no training step was run, so there is nothing to hold the prediction against"
+        return "pipepart: no training step was run, so there is no measured time to compare the prediction with"
     warm = len(warm_steps(step_times))
 
     def against(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""A moving average of the weights, each stage keeping that of its own parameters."""
+"""Moving average of the weights. Each stage keeps the average of its own parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pipepart.errors import ConfigError
 from pipepart.lightning.optimizers import gather_parts
+from pipepart.lightning.pipeline_strategy import PipelineStrategy
 
 __all__ = ["WeightEMA"]
 
@@ -16,9 +17,9 @@ __all__ = ["WeightEMA"]
 class WeightEMA(Callback):
     """Keep `average = decay * average + (1 - decay) * weights` after each optimizer step, and evaluate with the average.
 
-    The average is in every checkpoint under the callback's state, whole and by full names, so that runs of any other
-    shape (also on one device) go on with it. With `swap=True` validation, test and prediction see the average, and
-    checkpoints that are written meanwhile hold the trained weights all the same.
+    Every checkpoint holds the whole average by full names, so that runs of any other shape, including one device, can
+    resume it. With `swap=True` validation, test and prediction use the average; checkpoints that are written meanwhile
+    hold the trained weights.
     """
 
     def __init__(self, decay: float = 0.999, every: int = 1, swap: bool = True) -> None:
@@ -36,7 +37,7 @@ class WeightEMA(Callback):
         return {name: p for name, p in module.named_parameters() if not p.is_meta}
 
     def average(self, module: LightningModule) -> dict[str, torch.Tensor]:
-        """The average of the parameters on this rank by full name."""
+        """The averages of the parameters on this rank, by full name."""
         return {name: value for name, value in self._average.items() if name in self._held(module)}
 
     # ---- following the training
@@ -83,16 +84,15 @@ class WeightEMA(Callback):
     # ---- checkpoints
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._loaded is not None:  # no step was trained since it was loaded
+        if self._loaded is not None:  # no step was trained since the average was loaded
             checkpoint["pipepart_weight_ema"] = {"average": dict(self._loaded), "step": self._step}
             return
         average = {name: value.detach().cpu().clone() for name, value in self._average.items()}
         trained = {name: value.detach().cpu().clone() for name, value in self._trained.items()}
-        runtime = getattr(trainer.strategy, "_runtime", None)
-        if runtime is not None:
-            average = gather_parts(average, runtime) or {}
-            if not getattr(trainer.strategy, "sharded", False):
-                trained = gather_parts(trained, runtime) or {}
+        if isinstance(trainer.strategy, PipelineStrategy):
+            average = gather_parts(average, trainer.strategy.runtime) or {}
+            if not trainer.strategy.sharded:
+                trained = gather_parts(trained, trainer.strategy.runtime) or {}
         checkpoint["pipepart_weight_ema"] = {"average": average, "step": self._step}
         for name, value in trained.items():  # saved in the middle of an evaluation
             if name in checkpoint["state_dict"]:

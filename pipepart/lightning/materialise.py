@@ -1,9 +1,8 @@
-"""Models that were built on the meta device: each rank gives memory and values to what it holds, and to nothing else.
+"""Models that are built on the meta device: each rank gives memory and values to the tensors that it holds.
 
 Values come from the modules themselves: `reset_parameters()`, as in torch.nn, then `_init_weights(module)` of the module
-around them, where there is one (the convention of many model libraries). Before each module the random numbers are seeded
-by its path. So a value depends on the seed and on the name, never on the partition: one process, two stages and three get
-the same model.
+around them, if there is one (the convention of many model libraries). Random numbers are seeded by the path of each
+module. So a value depends on the seed and on the name, not on the partition: the model is the same on any number of stages.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from torch import nn
 from torchmetrics import Metric
 
 from pipepart.errors import ConfigError
+from pipepart.runtime import StageRuntime
 
-__all__ = ["check_can_be_filled", "empty_names", "fill", "materialise", "refuse_unfilled"]
+__all__ = ["check_can_be_filled", "empty_names", "fill_stage", "materialise"]
 
 
 def empty_names(root: nn.Module) -> list[str]:
@@ -30,7 +30,7 @@ def empty_names(root: nn.Module) -> list[str]:
 
 
 def check_can_be_filled(root: nn.Module) -> None:
-    """What is on the meta device and is neither a parameter nor a buffer has lost its values for good."""
+    """Refuse tensors on the meta device that are neither parameters nor buffers, since nothing can fill them."""
     for path, module in root.named_modules():
         if isinstance(module, Metric):
             lost = [key for key, value in module._defaults.items() if isinstance(value, torch.Tensor) and value.is_meta]
@@ -48,18 +48,35 @@ def check_can_be_filled(root: nn.Module) -> None:
 
 
 def materialise(root: nn.Module, seed: int | None = None, device: torch.device | str = "cpu") -> None:
-    """Fill a module that was built on the meta device in one process, with the same values as a pipeline gets.
+    """Fill a module that was built on the meta device in one process, with the same values as in a pipeline.
 
-    `seed` is by default that of torch (`torch.initial_seed()`, as `seed_everything` sets it).
+    The default of `seed` is the seed of torch (`torch.initial_seed()`, as `seed_everything` sets it).
     """
     check_can_be_filled(root)
-    refuse_unfilled(root, fill(root, None, torch.initial_seed() if seed is None else seed, torch.device(device)))
+    _refuse_unfilled(root, _fill(root, None, torch.initial_seed() if seed is None else seed, torch.device(device)))
 
 
-def fill(root: nn.Module, names: Collection[str] | None, seed: int, device: torch.device) -> list[str]:
-    """Give memory and values to the empty tensors among `names` (None: to all). Returns those that nothing has filled.
+def fill_stage(
+    runtime: StageRuntime, seed: int, gather: Callable[[list[str]], list[list[str]]], from_checkpoint: bool
+) -> None:
+    """Give memory and values to the empty tensors of this stage, after the model was planned. All ranks must call it.
 
-    These hold NaN, or the smallest integer. Random states are left as they were.
+    ``gather(names)`` returns the names of all ranks. With `from_checkpoint`, the tensors in the state dict may stay
+    unfilled.
+    """
+    root = runtime.root
+    unfilled = _fill(root, {*runtime.named_parameters(), *runtime.held_buffers}, seed, runtime.device)
+    if from_checkpoint:
+        saved = root.state_dict()
+        unfilled = [name for name in unfilled if name not in saved]
+    _refuse_unfilled(root, {name for names in gather(unfilled) for name in names})
+    runtime.parts.drop_empty_buffers()
+
+
+def _fill(root: nn.Module, names: Collection[str] | None, seed: int, device: torch.device) -> list[str]:
+    """Give memory and values to the empty tensors among `names` (None: to all). Returns the names that nothing has filled.
+
+    Unfilled tensors hold NaN, or the smallest integer. Random states are restored.
     """
     born = {id(tensor): name for name, tensor in (*root.named_parameters(), *root.named_buffers()) if tensor.is_meta}
     wanted = [name for name in born.values() if names is None or name in names]
@@ -86,8 +103,8 @@ def fill(root: nn.Module, names: Collection[str] | None, seed: int, device: torc
     return unfilled
 
 
-def refuse_unfilled(root: nn.Module, names: Collection[str]) -> None:
-    """All ranks must call it with the names of all ranks, so that they say the same."""
+def _refuse_unfilled(root: nn.Module, names: Collection[str]) -> None:
+    """Raise an error on unfilled tensors. All ranks must pass the names of all ranks, so that their errors are equal."""
     if not names:
         return
     first = min(names)
@@ -103,14 +120,14 @@ def refuse_unfilled(root: nn.Module, names: Collection[str]) -> None:
 def _initialise(
     root: nn.Module, path: str, module: nn.Module, prefix: str, home: dict[int, str], seed: int, device: torch.device
 ) -> None:
-    """Run what `module` initialises itself with, on all tensors in it; what is not to be changed is put back after."""
+    """Run the initialisers of `module` on all tensors in it, and restore those that must not change."""
     if not any(id(tensor) in home or tensor.is_meta for _, _, tensor in _tensors(module, recurse=False)):
         return
     steps = list(_initialisers(root, path, module))
     if not steps:
         return
-    # Tensors of other stages, those that were built with values, and those that are tied to a module elsewhere: the
-    # initialiser gets scratch memory for them, so that it draws the same random numbers whatever is held here.
+    # Tensors of other stages, tensors that were built with values, and tensors that are tied to a module elsewhere: the
+    # initialiser gets scratch memory for them, so that it draws the same random numbers on every stage.
     scratch: dict[int, torch.Tensor] = {}
     aside: list[tuple[nn.Module, str, torch.Tensor]] = []
     for part, key, tensor in _tensors(module):
@@ -152,7 +169,7 @@ def _takes_a_module(function: Callable[..., Any]) -> bool:
 
 
 def _tensors(root: nn.Module, recurse: bool = True) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Every place that holds a parameter or buffer; one that is tied has several."""
+    """Every place that holds a parameter or a buffer. A tied tensor has several places."""
     for module in list(root.modules()) if recurse else [root]:
         for registry in (module._parameters, module._buffers):
             for key, tensor in list(registry.items()):
@@ -161,7 +178,7 @@ def _tensors(root: nn.Module, recurse: bool = True) -> Iterator[tuple[nn.Module,
 
 
 def _marked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor, full of what no initialiser writes."""
+    """Memory for a tensor, filled with a value that no initialiser writes."""
     made = torch.empty_like(tensor, device=device)
     if made.is_floating_point() or made.is_complex():
         made.detach().fill_(float("nan"))
@@ -171,7 +188,7 @@ def _marked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _has_marks(tensor: torch.Tensor) -> bool:
-    """Whether the marks are still there. (Booleans have none: there the count of changes must say it.)"""
+    """Whether the marks are still there. Booleans have no marks; only their version shows a change."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return tensor.dtype == torch.bool or bool((tensor == torch.iinfo(tensor.dtype).min).any())

@@ -1,30 +1,146 @@
-"""torchmetrics in a pipeline: the state is on the last stage of each replica, the computed value is on every rank."""
+"""torchmetrics in a pipeline: calls of metrics in a recorded step, and their states and values in a run.
+
+A metric is fed on the last stage of each replica, after the step. Its value is then known on every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from torchmetrics import Metric
+from torch import nn
+from torchmetrics import Metric, MetricCollection
 
-from pipepart.errors import PipelineError
-from pipepart.lightning.effects import outer_metrics
+from pipepart.errors import ConfigError, PipelineError
+from pipepart.lightning.run_patches import RunPatches
 from pipepart.recording.inputs import trees
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
 
-__all__ = ["ConnectedMetrics", "on_this_rank"]
+__all__ = ["ConnectedMetrics", "Later", "made_on_last_stage", "metric_members", "on_this_rank", "outer_metrics"]
+
+
+def outer_metrics(module: nn.Module) -> dict[str, Metric | MetricCollection]:
+    """Metrics by path, without those inside another metric; collections as well as their members."""
+    found: dict[str, Metric | MetricCollection] = {}
+    inside: set[int] = set()
+    for path, child in module.named_modules():
+        if isinstance(child, Metric) and id(child) not in inside:
+            found[path] = child
+            inside.update(id(part) for part in child.modules())
+        elif isinstance(child, MetricCollection):
+            found[path] = child
+    return found
+
+
+# ---- while a step is recorded
+
+
+class Later:
+    """Placeholder for the value of a metric in a recorded step, and for values computed from it.
+
+    The value is known after the step: ``value(known)`` computes it from the values of effects by their numbers.
+    """
+
+    def __init__(self, compute: Callable[[Mapping[int, Any]], Any], origin: str) -> None:
+        self.__dict__.update(_compute=compute, _origin=origin)
+
+    @staticmethod
+    def of(ordinal: int, origin: str, key: str | None = None) -> Later:
+        """The value of effect number `ordinal`, or one entry of it if it is a dict."""
+        return Later(lambda known: known[ordinal] if key is None else known[ordinal][key], origin)
+
+    def value(self, known: Mapping[int, Any]) -> Any:
+        return self._compute(known)
+
+    def _then(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Later:
+        for item in (*args, *kwargs.values()):
+            if isinstance(item, torch.Tensor):
+                raise ConfigError(
+                    f"the step computes with the value of {self._origin} and a tensor of the model. That value is known "
+                    "after the step, on the last stage: log it as it is, or use torchmetrics.functional in the step."
+                )
+
+        def compute(known: Mapping[int, Any]) -> Any:
+            given = [item.value(known) if isinstance(item, Later) else item for item in args]
+            named = {key: item.value(known) if isinstance(item, Later) else item for key, item in kwargs.items()}
+            return function(*given, **named)
+
+        return Later(compute, self._origin)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._then(getattr, self, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Later:
+        return self._then(lambda function, *a, **k: function(*a, **k), self, *args, **kwargs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        later = next(item for item in (*args, *(kwargs or {}).values()) if isinstance(item, Later))
+        return later._then(func, *args, **(kwargs or {}))
+
+    def _refuse(self, *args: Any) -> Any:
+        raise ConfigError(
+            f"the step converts the value of {self._origin} to a Python number, or decides by it. That value is known "
+            "after the step: use it in a hook (on_train_batch_end, on_validation_epoch_end)."
+        )
+
+    __bool__ = __float__ = __int__ = __len__ = __iter__ = __format__ = __index__ = _refuse
+
+
+def _operator(name: str, reflected: bool = False) -> Callable[..., Later]:
+    function = getattr(operator, name)
+    return lambda self, *others: self._then(function, *((*others, self) if reflected else (self, *others)))
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(Later, f"__r{_name}__", _operator(_name, reflected=True))
+for _name in ("add", "sub", "mul", "truediv", "pow", "getitem", "lt", "le", "gt", "ge", "neg", "abs"):
+    setattr(Later, f"__{_name}__", _operator(_name))
+
+
+def metric_members(
+    path: str, metric: Metric | MetricCollection, note: Callable[[str, str, Any], int]
+) -> dict[str, Any]:
+    """Methods that stand in for those of a metric in a recorded step.
+
+    Each call is passed to ``note(kind, path, (args, kwargs))``, which returns the number of the effect.
+    """
+
+    def call(kind: str, *args: Any, **kwargs: Any) -> Any:
+        if kind == "compute" and isinstance(metric, MetricCollection):
+            raise ConfigError(
+                f"the step calls self.{path}.compute(): call it in on_..._epoch_end, or log the collection."
+            )
+        ordinal = note(kind, path, (args, kwargs))
+        if kind not in ("forward", "compute"):
+            return None
+        if isinstance(metric, MetricCollection):
+            names = [str(name) for name in MetricCollection.keys(metric)]
+            return {name: Later.of(ordinal, f"metric {path}", name) for name in names}
+        return Later.of(ordinal, f"metric {path}")
+
+    def attribute(kind: str) -> property:
+        return property(lambda self: lambda *args, **kwargs: call(kind, *args, **kwargs))
+
+    members: dict[str, Any] = {kind: attribute(kind) for kind in ("forward", "update", "compute", "reset")}
+    members["__call__"] = lambda self, *args, **kwargs: call("forward", *args, **kwargs)
+    return members
+
+
+# ---- in a run
 
 _alone = False
 
 
 @contextmanager
 def on_this_rank() -> Iterator[None]:
-    """Inside, metrics compute for this rank alone (their forward does that for the value of a batch)."""
+    """Inside, metrics compute for this rank alone (their `forward` does so for the value of a batch)."""
     global _alone
     before, _alone = _alone, True
     try:
@@ -33,53 +149,65 @@ def on_this_rank() -> Iterator[None]:
         _alone = before
 
 
-class ConnectedMetrics:
-    """The metrics of a module, made right on every rank. All ranks must compute them together, as in any distributed run."""
+def made_on_last_stage(runtime: StageRuntime, make: Callable[[], Any], failed: str) -> Any:
+    """The value of ``make()`` on the last stage, on all stages of the replica. If it raises there, all stages raise.
 
-    def __init__(self, module: LightningModule, runtime: StageRuntime) -> None:
+    Every stage must call it. `failed` begins the error on the other stages.
+    """
+    value: Any = None
+    text: str | None = None
+    failure: Exception | None = None
+    with guarded(runtime.groups):
+        if runtime.is_last:
+            try:
+                value = make()
+            except Exception as error:
+                failure, text = error, f"{type(error).__name__}: {error}"
+        text, value = runtime.from_last(trees.moved((text, value), "cpu"))
+        if failure is not None:
+            raise failure
+        if text is not None:
+            raise PipelineError(f"{failed}: {text}")
+        return trees.moved(value, runtime.device)
+
+
+class ConnectedMetrics:
+    """The metrics of a module, with the same values on every rank. All ranks must compute them together."""
+
+    def __init__(self, module: nn.Module, runtime: StageRuntime) -> None:
         self._runtime = runtime
-        self._undo: list[Callable[[], None]] = []
-        self._metrics: list[tuple[Metric, Callable[..., Any]]] = []
+        self._metrics: list[Metric] = []
+        self._reach, self._compute = RunPatches(), RunPatches()
         groups = runtime.groups
         if groups is None:
             return
-        for metric in outer_metrics(module).values():
-            if not isinstance(metric, Metric):
-                continue
+        self._metrics = [metric for metric in outer_metrics(module).values() if isinstance(metric, Metric)]
+        for metric in self._metrics:
             for part in _parts(metric):
-                before = (part.process_group, part.distributed_available_fn)
                 # Metrics gather over the world by default; the other stages of a replica have nothing to add.
-                part.process_group = groups.copies
-                part.distributed_available_fn = _yes if groups.copies is not None else _no
-                self._undo.append(partial(_put_back, part, *before))
-            self._metrics.append((metric, metric.compute))
-            metric.compute = _shared_compute(metric.compute, runtime)  # type: ignore[method-assign]
+                self._reach.put(part, "process_group", groups.copies)
+                self._reach.put(part, "distributed_available_fn", _no if groups.copies is None else _yes)
+            self._compute.put(metric, "compute", _shared_compute(metric.compute, runtime))
 
     def release(self) -> None:
-        """The metrics are as they were before."""
-        self._own_compute()
-        for step in reversed(self._undo):
-            step()
-        self._undo = []
+        """Give the metrics back as they were before."""
+        self._compute.undo()
+        self._reach.undo()
 
     def rest(self) -> None:
-        """The run is over: every rank gets the states, and computes for itself (with its copies in other replicas)."""
+        """Copy the states to every rank after a run. Each rank then computes alone, with its copies in other replicas."""
         with guarded(self._runtime.groups):
-            for metric, _ in self._metrics:
+            for metric in self._metrics:
                 states = [_state_of(part) for part in _parts(metric)] if self._runtime.is_last else None
                 states = self._runtime.from_last(trees.map_structure(_to_host, states))
                 for part, state in zip(_parts(metric), states):
                     vars(part).update(state)
-        self._own_compute()
-
-    def _own_compute(self) -> None:
-        for metric, own in self._metrics:
-            metric.compute = own  # type: ignore[method-assign]
+        self._compute.undo()
         self._metrics = []
 
 
 def _parts(metric: Metric) -> list[Metric]:
-    """A metric and those inside it (wrappers)."""
+    """A metric and the metrics inside it (wrappers)."""
     return [part for part in metric.modules() if isinstance(part, Metric)]
 
 
@@ -100,29 +228,10 @@ def _no() -> bool:
     return False
 
 
-def _put_back(metric: Metric, process_group: Any, available: Any) -> None:
-    metric.process_group, metric.distributed_available_fn = process_group, available
-
-
 def _shared_compute(own: Callable[..., Any], runtime: StageRuntime) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
         if _alone:
             return own(*args, **kwargs)
-        message: tuple[str | None, Any] = (None, None)
-        failure: Exception | None = None
-        assert runtime.groups is not None
-        with guarded(runtime.groups):
-            if runtime.is_last:
-                try:
-                    message = (None, own(*args, **kwargs))
-                except Exception as error:
-                    failure, message = error, (f"{type(error).__name__}: {error}", None)
-            sent = trees.moved(message, "cpu")
-            text, value = runtime.from_last(sent)
-            if failure is not None:
-                raise failure
-            if text is not None:
-                raise PipelineError(f"the last stage could not compute a metric: {text}")
-            return trees.moved(value, runtime.device)
+        return made_on_last_stage(runtime, lambda: own(*args, **kwargs), "the last stage could not compute a metric")
 
     return compute

@@ -1,4 +1,4 @@
-"""A callback that records how the pipeline runs: in every logger of the trainer, and as files to look at."""
+"""Callback that records the execution of a pipeline in every logger of the trainer and in files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from pipepart.runtime.microbatch import batch_size_of
 
 __all__ = ["PipelineMonitor"]
 
-_log = logging.getLogger("pipepart.report")  # apart, for programs that say themselves where their files are
+_log = logging.getLogger("pipepart.report")  # separate, for programs that print the paths themselves
 
 
 class PipelineMonitor(Callback):
-    """Per-stage times, bubble, memory, throughput and prediction against measurement, every so many batches.
+    """Records times of stages, bubble, memory, throughput and predicted against measured times, every `every_n_steps`.
 
     ```python
     trainer = L.Trainer(strategy=PipelineStrategy(stages=2), callbacks=[PipelineMonitor()], logger=CSVLogger("runs"))
@@ -40,7 +40,7 @@ class PipelineMonitor(Callback):
 
     All loggers of the trainer get the same figures, on rank 0. At the end `plan.json`, `graph.json`, `trace.json` and
     `report.html` are in `folder` (by default the trainer's log directory); Weights & Biases has them as artifacts and
-    the page as a panel. A logger that fails is warned about once, and the run goes on without it. `title` is that of
+    the page as a panel. If a logger fails, a warning names it, and the run continues without it. `title` is the title of
     the page (by default the name of the module's class).
     """
 
@@ -55,7 +55,7 @@ class PipelineMonitor(Callback):
             raise ConfigError(f"PipelineMonitor: every_n_steps must be at least 1 or None, got {every_n_steps!r}")
         self._every_given, self._folder_given, self._report, self._title = every_n_steps, folder, report, title
         self.files: dict[str, Path] = {}
-        """What was written, by name (rank 0)."""
+        """Written files by name, on rank 0."""
         self._every = 0
         self._batch = self._samples = 0
         self._seen_steps = 0
@@ -83,7 +83,7 @@ class PipelineMonitor(Callback):
 
     @property
     def _due(self) -> bool:
-        """Whether the figures of this batch are recorded: the same answer on every rank."""
+        """Whether the figures of this batch are recorded. All ranks give the same answer."""
         return self._every > 0 and self._batch % self._every == 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -119,8 +119,7 @@ class PipelineMonitor(Callback):
             gradient_norm=self._norm,
         )
         self._seen_steps, self._norm = len(strategy.step_times), None
-        for logger in trainer.loggers:
-            self._try(logger, lambda logger=logger: logger.log_metrics(figures, step=trainer.global_step))  # type: ignore[misc]
+        self._with_loggers(trainer, lambda logger: logger.log_metrics(figures, step=trainer.global_step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._untrace()
@@ -151,8 +150,7 @@ class PipelineMonitor(Callback):
             if isinstance(logger, WandbLogger) and files:
                 log_files(logger, f"plan-{plan.hash}", "plan", files, figures)
 
-        for logger in trainer.loggers:
-            self._try(logger, lambda logger=logger: record(logger))  # type: ignore[misc]
+        self._with_loggers(trainer, record)
 
     def _write_report(self, trainer: Trainer, strategy: PipelineStrategy) -> None:
         plan, timeline, steps = strategy.plan, strategy.runtime.timeline, strategy.step_times
@@ -168,36 +166,39 @@ class PipelineMonitor(Callback):
             measured_step=measured_step(steps),
             title=self._title or type(trainer.lightning_module).__name__,
         )
-        for logger in trainer.loggers:
+
+        def record(logger: Logger) -> None:
             if isinstance(logger, WandbLogger):
-                self._try(
-                    logger,
-                    lambda logger=logger: log_files(logger, f"report-{plan.hash}", "report", files, plan_figures(plan)),  # type: ignore[misc]
-                )
+                log_files(logger, f"report-{plan.hash}", "report", files, plan_figures(plan))
+
+        self._with_loggers(trainer, record)
         self.files.update(files)
         _log.info(f"pipepart: report {files['report.html']}")
 
-    def _try(self, logger: Logger, action: Callable[[], None]) -> None:
-        """Tracking must not end a run: a logger that fails is left alone from then on."""
-        if id(logger) in self._silenced:
-            return
-        try:
-            action()
-        except Exception as error:
-            self._silenced.add(id(logger))
-            rank_zero_warn(f"{type(logger).__name__} failed ({type(error).__name__}: {error}); it gets no more figures")
+    def _with_loggers(self, trainer: Trainer, action: Callable[[Logger], None]) -> None:
+        """Call `action` for each logger. A logger that fails does not end the run, and is left out from then on."""
+        for logger in trainer.loggers:
+            if id(logger) in self._silenced:
+                continue
+            try:
+                action(logger)
+            except Exception as error:
+                self._silenced.add(id(logger))
+                rank_zero_warn(
+                    f"{type(logger).__name__} failed ({type(error).__name__}: {error}); it gets no more figures"
+                )
 
 
 def _samples_of(batch: Any, otherwise: int) -> int:
-    """How many samples a batch has: the last one of an epoch may be smaller than what was planned for."""
+    """The number of samples of a batch. The last batch of an epoch may be smaller than planned."""
     try:
         return batch_size_of(trees.leaves_of(batch))
-    except PlanError:  # no tensor in it: made on the stage
+    except PlanError:  # without tensors
         return otherwise
 
 
 def _in_all_replicas(runtime: StageRuntime, samples: int) -> int:
-    """The samples that all replicas have trained on; right on the first stages, which read the data."""
+    """The samples that all replicas have trained on. Correct on the first stages, which read the data."""
     groups = runtime.groups
     if groups is None or groups.copies is None or groups.stage != 0:
         return samples
@@ -208,7 +209,7 @@ def _in_all_replicas(runtime: StageRuntime, samples: int) -> int:
 
 
 def _memory_by_stage(runtime: StageRuntime) -> list[float]:
-    """Peak bytes of each stage's process: allocated on its GPU, or resident where it runs on the CPU."""
+    """Peak bytes of each stage: allocated on its GPU, or the resident memory of its process on the CPU."""
     if runtime.device.type == "cuda":
         mine = float(torch.cuda.max_memory_allocated(runtime.device))
     else:

@@ -1,4 +1,4 @@
-"""Optimizers over a model of which each rank holds a part: their states together are those of one device."""
+"""States of optimizers on a model of which each rank holds a part. Together they are the state on one device."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = [
 
 
 def own_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict with the states of parameters on this rank only.
+    """The state dict with the states of the parameters on this rank only.
 
-    Parameters of other stages are in the groups too (on the meta device), so the numbering is the same everywhere.
+    Parameters of other stages are in the groups too (on the meta device), so parameters have equal numbers everywhere.
     """
     state = optimizer.state_dict()
     return {**state, "state": own_part(optimizer, state["state"])}
 
 
 def own_part(optimizer: Optimizer, states: dict[int, Any]) -> dict[int, Any]:
-    """Of states by parameter number, those of parameters on this rank (some optimizers make them for all at once)."""
+    """The states of the parameters on this rank, by parameter number. Some optimizers make states for all parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         int(index): value
@@ -43,12 +43,12 @@ def own_part(optimizer: Optimizer, states: dict[int, Any]) -> dict[int, Any]:
 
 
 def _without_values(state: Any) -> bool:
-    """Whether a state was made for a parameter of another stage (which may have its values again, after the run)."""
+    """Whether a state was made for a parameter of another stage. After the run that parameter may have its values again."""
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in trees.leaves_of(state))
 
 
 def states_to_host(optimizers: Sequence[Optimizer]) -> None:
-    """Move the states into host memory, as Lightning does after a run. (What was made for other stages has no values.)"""
+    """Move the states to host memory, as Lightning does after a run. States for other stages have no values."""
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             if not _without_values(state):
@@ -56,7 +56,7 @@ def states_to_host(optimizers: Sequence[Optimizer]) -> None:
 
 
 def gather_parts(part: dict[Any, Any], runtime: StageRuntime) -> dict[Any, Any] | None:
-    """The parts of all stages put together, on rank 0; None elsewhere. Every rank must call it."""
+    """The union of the parts of all stages, on rank 0; None elsewhere. Every rank must call it."""
     groups = runtime.groups
     if groups is None:
         return part
@@ -73,15 +73,15 @@ def gather_parts(part: dict[Any, Any], runtime: StageRuntime) -> dict[Any, Any] 
 
 
 def full_optimizer_state(optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
-    """The state dict as one device would have it, on rank 0; empty elsewhere. Every rank must call it."""
+    """The state dict as on one device, on rank 0; empty elsewhere. Every rank must call it."""
     state = own_optimizer_state(optimizer)
     merged = gather_parts(state["state"], runtime)
     return {} if merged is None else {**state, "state": dict(sorted(merged.items()))}
 
 
 def load_full_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Take the part of a whole state dict that belongs to parameters on this rank."""
+    """Load the part of a whole state dict that belongs to the parameters on this rank."""
     own = own_part(optimizer, state["state"])
-    # Copies, since what was loaded may be mapped from the file.
+    # Copies, since the loaded tensors may be mapped from the file.
     own = trees.map_structure(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, own)
     optimizer.load_state_dict({**state, "state": own})

@@ -1,4 +1,4 @@
-"""The options of the strategy: those of a pipeline, and those that only a Lightning run has."""
+"""Options of the strategy: those of a pipeline, and those of Lightning runs only."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class StrategyOptions(Options):
     sharded: bool = False
     """Each stage writes its own part of a checkpoint. False: one plain file."""
     after: Literal["whole", "parts"] = "whole"
-    """After a run every rank has the ``whole`` module, or keeps the ``parts`` of its stage."""
+    """State of the module after a run: ``whole`` on every rank, or ``parts``, where each rank keeps its stage."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.after not in words_of(StrategyOptions, "after"):
             raise ConfigError(
-                f"after={self.after!r} is not known: expected 'whole' (when a run has ended, every rank has the whole module) "
-                "or 'parts' (each rank keeps the values of its stage only)."
+                f"after={self.after!r} is not known: expected 'whole' (after a run every rank has the whole module) "
+                "or 'parts' (each rank keeps only the values of its stage)."
             )

@@ -1,46 +1,48 @@
-"""Pipeline parallelism as a Lightning strategy: speaks Lightning, delegates the work to the runtime."""
+"""Pipeline parallelism as a Lightning strategy. It implements Lightning's interface and delegates all work."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
-from pipepart.build import Example, Recorded, Step, build
-from pipepart.build.rehearsal import rehearsed
-from pipepart.build.step_variants import Variants
-from pipepart.build.verification import verification
-from pipepart.lightning.ahead import why_not_ahead
+from pipepart.build import Job
+from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
-from pipepart.lightning.example import first_batch, open_loader, reopen, steps_ahead
-from pipepart.lightning.finetuning import connect_finetuning
-from pipepart.lightning.materialise import check_can_be_filled, empty_names, fill, refuse_unfilled
-from pipepart.lightning.mesh_strategy import same_weights_everywhere
+from pipepart.lightning.checkpoint_files import safe_by_default
+from pipepart.lightning.checkpoints import Checkpoints
+from pipepart.lightning.data import reopen, shared_example, steps_ahead
+from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.options import StrategyOptions
-from pipepart.lightning.recording_strategy import flattener
+from pipepart.lightning.ranks import Ranks
+from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
-from pipepart.lightning.replay import replay
-from pipepart.lightning.scaler import check_scaled_optimizers, connect_scaler, loss_scale_of
-from pipepart.lightning.signals import Signals
-from pipepart.lightning.summary import connect_summary
-from pipepart.lightning.whole_strategy import WholeStrategy
+from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks, connect_scaler, loss_scale_of
+from pipepart.lightning.wholeness import Wholeness, move_to_device
 from pipepart.planning import Plan
 from pipepart.planning.request import ScheduleName
 from pipepart.recording.inputs.batching import BatchDim
+from pipepart.runtime import Mesh, StageRuntime
+from pipepart.runtime.device import limit_threads
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.meeting import broadcast_object, gather_objects
-from pipepart.samples.numbers import NOT_KNOWN_AHEAD
+from pipepart.runtime.rendezvous import name_job
 
 __all__ = ["PipelineStrategy"]
 
@@ -50,12 +52,12 @@ _EVALUATION = {
     TrainerFn.PREDICTING: "predict_step",
 }
 _WORTH_A_REHEARSAL = 50
-"""Batches: a shorter run is over before it matters what a step takes."""
+"""Number of batches. Shorter runs are not rehearsed, since the rehearsal would take a large part of the run."""
 _TRACED = frozenset({3, 10})
-"""Steps of each fit: the first one that is not a warm-up, which short runs reach, and one when the caches have settled."""
+"""Traced steps of each fit: the first one after the warm-up, which short runs reach, and one with settled caches."""
 
 
-class PipelineStrategy(WholeStrategy):
+class PipelineStrategy(ParallelStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -63,10 +65,10 @@ class PipelineStrategy(WholeStrategy):
     ```
 
     The whole `training_step` is recorded on the first batch, cut into stages by measured cost, and run on micro-batches.
-    `plan` takes a plan that was saved, or the path of its file. `example_batch` is for data that can be read only once.
-    With `sharded=True` each stage writes its own part of a checkpoint; by default it is one plain file that Lightning
-    loads without pipepart. When a run has ended, every rank has the whole module, as with DDP; with `after="parts"` it
-    keeps its part. A module that is built on the meta device is never whole anywhere: each rank fills what it holds.
+    `plan` is a saved plan, or the path of its file. `example_batch` is for data that can be read only once. With
+    `sharded=True` each stage writes its own part of a checkpoint; by default a checkpoint is one plain file that Lightning
+    loads without pipepart. After a run every rank has the whole module, as with DDP; with `after="parts"` it keeps its
+    part. A module that is built on the meta device is never whole on any rank: each rank fills the part that it holds.
     All options are in docs/options.md.
     """
 
@@ -103,25 +105,152 @@ class PipelineStrategy(WholeStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         options = StrategyOptions.among(locals())
-        super().__init__(options, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self.sharded, self.after = sharded, after
-        self._example_batch = example_batch
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._options = options
+        self.num_nodes = 1
+        self._layer_sync: Any = None  # set by the trainer for sync_batchnorm=True, which is refused
+        self._ranks = Ranks(options, lambda: self.num_nodes * self.num_processes)
+        self._whole = Wholeness(self._ranks, after)
+        self._checkpoints = Checkpoints(self._ranks, sharded)
+        self._patches = RunPatches()
+        self._steps: RecordedSteps | None = None
+        self._signals: Signals | None = None
         self._opened = False
-        self._continues = False
-        """Gradients of earlier batches wait for the next one, to make one step of the optimizer."""
+        self._plan: Plan | None = None
+        self.sharded, self.after = sharded, after
         self.step_times: list[float] = []
-        """Seconds of each training step on this rank, without the optimizer."""
+        """Seconds of each training step of the last fit on this rank, without the optimizer."""
         self.rehearsed: float | None = None
         """Seconds of a step in the rehearsal of the plan, if there was one."""
-        self._shown: Plan | None = None
+
+    @property
+    def runtime(self) -> StageRuntime:
+        """The stage of this rank."""
+        if self._whole.runtime is None:
+            raise PlanError("the pipeline is not set up yet: it is planned when the trainer starts, on its first batch")
+        return self._whole.runtime
 
     @property
     def plan(self) -> Plan:
-        """The plan that the runtime carries out, with the step that was measured in its rehearsal."""
-        plan = self.runtime.plan
-        return plan if self._shown is None else self._shown
+        """The plan that the runtime executes, with the time of its rehearsal in `plan.rehearsed`."""
+        plan = self.runtime.plan  # raises if the pipeline is not set up
+        return plan if self._plan is None else self._plan
 
-    # ---- setting up
+    def whole_parameters(self, gradients: bool = False) -> AbstractContextManager[None]:
+        """Inside, every rank has the values (and gradients) of all parameters and buffers. All ranks must enter together.
+
+        ```python
+        def on_train_batch_end(self, *args):
+            with self.trainer.strategy.whole_parameters(), torch.no_grad():
+                for target, online in zip(self.target.parameters(), self.online.parameters()):
+                    target.lerp_(online, 0.01)
+        ```
+
+        Values that are written to a parameter inside are kept on the stages that hold it, so every rank must write the
+        same values.
+        """
+        return self.runtime.parts.gathered(gradients)
+
+    def make_whole(self) -> None:
+        """Gather all values on every rank and forget the plan. All ranks must call it together."""
+        self._steps = None
+        self._whole.make_whole()
+
+    # ---- ranks
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._ranks.mesh
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is divided among ranks. The stages of one replica work on the same data."""
+        return self.mesh.replicas > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.replicas, "rank": self.mesh.replica_of(self.global_rank)}
+
+    def barrier(self, name: str | None = None) -> None:
+        self._ranks.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._ranks.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._ranks.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return self._ranks.all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._ranks.decide(decision, all)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return self._ranks.loader(dataloader)
+
+    # ---- checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = safe_by_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoints.model_state(self.runtime)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(optimizer, self.runtime)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self._checkpoints.save(checkpoint, filepath, self.runtime, self.checkpoint_io, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoints.load(checkpoint_path, self.checkpoint_io, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints.load_model(checkpoint, self.runtime, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizers(checkpoint, self.optimizers)
+
+    # ---- set-up
+
+    def set_world_ranks(self) -> None:
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        _ = self.mesh  # raises here, before any process is started, if the devices do not fit the stages
+        if not self.cluster_environment.creates_processes_externally:
+            name_job()
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """`trainer.init_module(empty_init=True)` builds on the meta device. Each rank fills its part after planning."""
+        with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
+            yield
 
     def setup_environment(self) -> None:
         module, trainer = self._module_and_trainer()
@@ -129,154 +258,89 @@ class PipelineStrategy(WholeStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_module(module)
         super().setup_environment()
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        limit_threads(self.num_processes)
+        try:
+            self._ranks.join(self.cluster_environment, self.root_device)
+        except BaseException:  # the processes that this one has started would wait for it
+            if self._launcher is not None:
+                self._launcher.kill(signal.SIGTERM)
+            raise
 
     def setup(self, trainer: Trainer) -> None:
-        with guarded(self._groups):  # a rank that fails alone, wherever that is, is not waited for
+        with guarded(self._ranks.groups):  # if a rank fails alone, the others do not wait for it
             self._set_up(trainer)
 
     def _set_up(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        assert self.lightning_module is not None
+        module, _ = self._module_and_trainer()
         self.accelerator.setup(trainer)
-        module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
         seed = torch.initial_seed()
-        self._patches.undo()  # of a run that has ended without a teardown
-        connect_finetuning(trainer, self._patches)
-        connect_summary(trainer, self._patches)
-        self._enter(module, fitting)
-        if self._runtime is None:
-            self._effects, self._variants = {}, {}
+        self._patches.undo()  # those of a run that has ended without a teardown
+        connect_callbacks(trainer, self._patches)
+        self._whole.enter(module, fitting)
+        if self._whole.runtime is None:
+            self._steps = None  # releases the runtime of an earlier run
             check_can_be_filled(module)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
-            with isolate_rng():  # random numbers that planning draws do not count
+            with isolate_rng():  # random numbers that planning draws do not change those of the run
                 self._build(trainer, module, "training_step" if fitting else _EVALUATION[TrainerFn(trainer.state.fn)])
         self.runtime.seeds.seed = self.broadcast(seed)
-        self._signals = Signals(trainer, self._groups, self.root_device, self._patches)
+        self._signals = Signals(trainer, self._ranks.groups, self.root_device, self._patches)
         if fitting:
-            self.step_times, self._continues = [], False
+            self.step_times = []
+            self._recorded.start_fit(self.step_times)
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
-            check_scaled_optimizers(self.precision_plugin, self.optimizers)
+            check_optimizers(self.optimizers, self.precision_plugin)
         self.setup_precision_plugin()
-        connect_scaler(self.precision_plugin, self._groups, self.root_device, self._patches)
+        connect_scaler(self.precision_plugin, self._ranks.groups, self.root_device, self._patches)
         self._patches.put(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
 
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        move_to_device(self.model, self.root_device)
+
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
-        """Record the step on the first batch, agree on a plan, keep this rank's stage."""
-        self._empty = bool(empty_names(module))
-        same_weights_everywhere(module, self._groups)
-        example = self._shared_example(trainer)
-        trains = step == "training_step"
-
-        def record(part: Example) -> Recorded:
-            return self._recorded(step, self._record(module, step, step, part))
-
-        what = Step(step, record) if trains else Step(step, record, trains, mode=module.eval)
-        built = build(self._job(), what, example)
-        self._runtime, samples = built.runtime, built.samples
-        self._effects[step] = replace(self._effects[step], checked=samples.checked)
-        if self._empty:
-            self._fill(trainer, module)
-        self._variants = {step: Variants(step, [step], 1)}
-        self._is_cut(module, self._runtime)
-        self._runtime.tracing.numbers = _TRACED
-        self.rehearsed, self._shown = None, None
-        if trains:  # a plan from a file may have been rehearsed somewhere else
-            self.rehearsed = self._rehearse(trainer, example)
-            self._shown = replace(self.runtime.plan, rehearsed=self.rehearsed)
-        nodes = f"\n{self.describe_nodes()}" if self.num_nodes > 1 else ""
-        said = built.notes
-        if trainer.accumulate_grad_batches > 1:
-            said += self.runtime.weighed(step).notes
-            hook = why_not_ahead(trainer, module) if self.runtime.weighed(step).needs_window else ""
-            said += (f"{NOT_KNOWN_AHEAD} ({hook} keeps them from being looked at)",) if hook else ()
-        notes = "".join(f"\nnote       {note}" for note in said) + samples.lines
-        if built.reference is not None:
-            names = {built.recorded.recording.loss_index or 0: "loss", **self._effects[step].logged}
-            separate, context = self._effects[step].separate, self.precision_plugin.forward_context
-            notes += f"\n{verification(self.runtime, built.reference, names, separate, context)}"
-        tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{nodes}{notes}\n")
-
-    def _rehearse(self, trainer: Trainer, example: Any) -> float | None:
-        """Run some steps on the example, to know what one takes; not before a run that is hardly longer than that."""
-        if self._empty or steps_ahead(trainer) < _WORTH_A_REHEARSAL:
-            return None
-        numbers = dict.fromkeys(("batch_idx", "global_step", "current_epoch", "dataloader_idx"), 0)
-        name, leaves = self._variants["training_step"].choose(flattener(example, numbers, self.runtime), self.runtime)
-        if name is None:  # the whole batch needs another recording than its first part: made when it is trained on
-            return None
-        return rehearsed(
-            self.runtime,
-            leaves,
-            outputs_everywhere=True,
-            separate=self._effects[name].separate,
-            context=self.precision_plugin.forward_context,
-            name=name,
+        """Record the step on the first batch, agree on a plan, and keep this rank's stage."""
+        self._ranks.share_weights(module)
+        self._opened = self._options.example_batch is None and step == "training_step"
+        example = shared_example(trainer, self._options.example_batch, self.broadcast)
+        context, precision = self.precision_plugin.forward_context, str(trainer.precision)
+        job = Job(
+            module, self._options, self.mesh, self._ranks.groups, self.root_device, context=context, precision=precision
         )
-
-    def _fill(self, trainer: Trainer, module: LightningModule) -> None:
-        """Memory and values for the parameters and buffers of this stage, after the model was planned without any."""
-        held = {*self.runtime.named_parameters(), *self.runtime.held_buffers}
-        unfilled = fill(module, held, self.broadcast(torch.initial_seed()), self.root_device)
-        if trainer.ckpt_path is not None:  # what a checkpoint has is not needed from elsewhere
-            saved = module.state_dict()
-            unfilled = [name for name in unfilled if name not in saved]
-        lists: list[Any] = [unfilled]
-        if self._groups is not None:
-            with guarded(self._groups):
-                lists = gather_objects(unfilled, self._groups)
-        refuse_unfilled(module, {name for names in lists for name in names})
-        self.runtime.parts.drop_empty_buffers()
-
-    def _shared_example(self, trainer: Trainer) -> Any:
-        """The example of rank 0 for all: ranks must record the same."""
-        example = self._example_batch
-        if self._example_batch is None:
-            loader = open_loader(trainer)
-            self._opened = trainer.state.fn == TrainerFn.FITTING
-            if self.global_rank == 0:
-                example = first_batch(trainer, loader)
-        if self._groups is not None:
-            example = broadcast_object(example, 0, self._groups)
-        return self.batch_to_device(example) if self._example_batch is not None or self.global_rank else example
+        self._steps = steps = RecordedSteps(job, module)
+        built = steps.build(step, example)
+        self._whole.runtime = built.runtime
+        if steps.empty:
+            seed = self.broadcast(torch.initial_seed())
+            fill_stage(built.runtime, seed, self._ranks.gather, from_checkpoint=trainer.ckpt_path is not None)
+        self._whole.connect()
+        built.runtime.tracing.numbers = _TRACED
+        self.rehearsed, self._plan = None, None
+        if step == "training_step":  # the rehearsal of a plan from a file may have run on another machine
+            if not steps.empty and steps_ahead(trainer) >= _WORTH_A_REHEARSAL:
+                self.rehearsed = steps.rehearse(example)
+            self._plan = replace(self.runtime.plan, rehearsed=self.rehearsed)
+        nodes = self._ranks.describe_nodes(self.num_nodes)
+        tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{nodes}{steps.describe(step, built)}\n")
 
     # ---- steps
 
-    def training_step(self, batch: Any, batch_idx: int = 0, *args: Any) -> Any:
-        """All micro-batches, forward and backward; the new gradients wait until `backward` is called."""
-        module, trainer = self._module_and_trainer()
-        if tuple(p.requires_grad for p in module.parameters()) != self._trainable:
-            self._variants["training_step"].names = []  # a part was frozen or thawed (fine-tuning callbacks)
-        name, leaves = self._recording_for("training_step", batch, batch_idx, None)
-        # Replicas exchange gradients once for each step of the optimizer; until then each keeps its own.
-        accumulates = trainer.fit_loop._should_accumulate()
-        reduce = self.mesh.replicas == 1 or not accumulates
-        key = self.runtime.seeds.of_step("training_step", trainer.fit_loop.epoch_loop.batch_progress.total.ready)
-        ahead = [] if self._continues else self._leaves_ahead(name, batch_idx)
-        started = time.perf_counter()
-        result = self.runtime.train(
-            leaves,
-            draw_key=key,
-            reduce=reduce,
-            continues=self._continues,
-            ahead=ahead,
-            loss_scale=loss_scale_of(self.precision_plugin, self.root_device) / trainer.accumulate_grad_batches,
-            trace=self.runtime.tracing.due(len(self.step_times)),
-            outputs_everywhere=True,
-            separate=self._effects[name].separate,
-            context=self.precision_plugin.forward_context,
-            name=name,
-        )
-        self._continues = accumulates
-        self.step_times.append(time.perf_counter() - started)
-        return replay(self._effects[name], result, self.runtime.recording(name), module, self.runtime)
+    @property
+    def _recorded(self) -> RecordedSteps:
+        assert self._steps is not None
+        return self._steps
 
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """The backward has run in the schedule: hand its gradients over where Lightning expects them to appear."""
+    def training_step(self, batch: Any, batch_idx: int = 0, *args: Any) -> Any:
+        """Forward and backward of all micro-batches. The new gradients are kept apart until `backward` is called."""
+        return self._recorded.train(batch, batch_idx, loss_scale_of(self.precision_plugin, self.root_device))
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Hand over the gradients where Lightning expects them. The backward itself has run in the schedule."""
         module, _ = self._module_and_trainer()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.runtime.hand_over(show_own=True)
@@ -292,17 +356,7 @@ class PipelineStrategy(WholeStrategy):
         return self._evaluate("predict_step", *args)
 
     def _evaluate(self, step: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        module, trainer = self._module_and_trainer()
-        name, leaves = self._recording_for(step, batch, batch_idx, dataloader_idx)
-        trained = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        result = self.runtime.evaluate(
-            name,
-            leaves,
-            separate=self._effects[name].separate,
-            context=self.precision_plugin.forward_context,
-            draw_key=self.runtime.seeds.of_step(step, trained, dataloader_idx or 0, batch_idx),
-        )
-        answer = replay(self._effects[name], result, self.runtime.recording(name), module, self.runtime)
+        answer = self._recorded.evaluate(step, batch, batch_idx, dataloader_idx)
         if self._signals is not None:
             self._signals.agree()
         return answer
@@ -310,12 +364,34 @@ class PipelineStrategy(WholeStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.runtime.clip_grad_norm(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
+    def _module_and_trainer(self) -> tuple[LightningModule, Trainer]:
+        assert self.lightning_module is not None
+        return self.lightning_module, self.lightning_module.trainer
+
+    # ---- start and end of a run
+
     def on_train_start(self) -> None:
-        """Planning has opened the loader early: begin it anew where a run on one device does, so that it draws the same."""
-        _, trainer = self._module_and_trainer()
+        """Start the loader again, which planning has opened early. So it draws the same numbers as on one device."""
         if self._opened:
             self._opened = False
-            reopen(trainer)
+            reopen(self._module_and_trainer()[1])
 
     def on_train_end(self) -> None:
         tell(measured_against_predicted(self.plan, self.step_times))
+
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and self._signals is not None and self._whole.runtime is not None:
+            self._signals.save()
+        self._whole.vote(f"failed: {type(exception).__name__}: {exception}")
+
+    def teardown(self) -> None:
+        """End a run. The base class would move the module to the CPU, which parameters of other stages do not support."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self._patches.undo()
+        if self.lightning_module is not None and self._whole.runtime is not None:
+            self._whole.leave(self.lightning_module, self.optimizers, self._recorded.empty)
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

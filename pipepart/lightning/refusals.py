@@ -1,10 +1,11 @@
-"""What cannot work in a pipeline is refused by name, with what to do instead, before anything is trained.
+"""Refusals of features that cannot work in a pipeline: by name, with an alternative, before anything is trained.
 
-Each check looks only at what is the same in every process, so that all ranks raise the same error and none waits.
+Each check reads only values that are equal in every process, so that all ranks raise the same error and none waits.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -17,9 +18,9 @@ from pipepart.errors import ConfigError
 __all__ = ["check_module", "check_optimizers", "check_trainer"]
 
 _CALLBACKS = {
-    "StochasticWeightAveraging": "it copies the whole model on each rank. Use pipepart.lightning.WeightEMA instead",
-    "WeightAveraging": "it copies the whole model on each rank. Use pipepart.lightning.WeightEMA instead",
-    "ModelPruning": "it replaces parameters while training, and the cut into stages holds on to them. Prune before the fit",
+    "StochasticWeightAveraging": "it copies the whole model on each rank. Use pipepart.WeightEMA instead",
+    "WeightAveraging": "it copies the whole model on each rank. Use pipepart.WeightEMA instead",
+    "ModelPruning": "it replaces parameters during training, and stages keep the old ones. Prune before the fit",
     "BatchSizeFinder": "it finds the batch size by running out of memory, which would end only one stage of several. "
     "Plan for a memory limit instead (pipepart plan)",
 }
@@ -27,7 +28,7 @@ _PRECISIONS = (MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Features of the Trainer, for every kind of run."""
+    """Refuse features of the Trainer, for every kind of run."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind in type(callback).__mro__:
             if kind.__name__ in _CALLBACKS and kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
@@ -48,7 +49,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_module(module: LightningModule) -> None:
-    """What a module does that cannot be trained in a pipeline."""
+    """Refuse modules that cannot be trained in a pipeline."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ConfigError(
@@ -58,7 +59,7 @@ def check_module(module: LightningModule) -> None:
     if is_overridden("backward", module, LightningModule):
         raise ConfigError(
             f"{name} overrides backward(). The backward of a pipeline runs inside its schedule, so that method would never be "
-            "called: put what it does into training_step (scaling the loss) or on_after_backward (changing gradients)."
+            "called: move its code to training_step (scaling the loss) or on_after_backward (changing gradients)."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigError(
@@ -67,7 +68,8 @@ def check_module(module: LightningModule) -> None:
         )
 
 
-def check_optimizers(optimizers: list[Any]) -> None:
+def check_optimizers(optimizers: list[Any], precision: Any) -> None:
+    """Refuse optimizers that need the gradients of all stages."""
     if len(optimizers) > 1:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers; automatic optimization takes one. "
@@ -81,4 +83,11 @@ def check_optimizers(optimizers: list[Any]) -> None:
         if type(optimizer).__name__ == "SparseAdam":
             raise ConfigError(
                 "SparseAdam needs sparse gradients, which stages do not exchange: use sparse=False and Adam."
+            )
+        scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        if scaled and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step takes grad_scaler: it decides by the gradients of its own stage whether "
+                "a step is skipped, and stages would differ. Use an optimizer that reads `found_inf` (as those of torch.optim "
+                "with fused=True do), or precision='bf16-mixed', which needs no scaler."
             )

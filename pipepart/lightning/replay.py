@@ -1,7 +1,7 @@
-"""The effects of a recorded step, done again after each step with the values of the whole batch, on every rank.
+"""Repeats the effects of a recorded step after each step, with the values of the whole batch, on every rank.
 
-Metrics are fed on the last stage, where their inputs come out; what they return goes to all stages. So every rank logs
-the same, monitors decide the same, and nobody waits for a rank that took another branch.
+Metrics are fed on the last stage, where their inputs are computed; their values go to all stages. So every rank logs the
+same values, monitors decide the same, and no rank waits for one that took another branch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from torchmetrics import Metric, MetricCollection
 
 from pipepart.build.batch_verdict import SamplesMeet
 from pipepart.errors import PipelineError
-from pipepart.lightning.effects import Effect, Effects, outer_metrics
-from pipepart.lightning.following import Follows
-from pipepart.lightning.lazy import Later
-from pipepart.lightning.metrics import on_this_rank
+from pipepart.lightning.effects import Effect, Effects, Follows
+from pipepart.lightning.metrics import Later, made_on_last_stage, on_this_rank, outer_metrics
 from pipepart.lightning.watched_containers import container_at
 from pipepart.recording import Recording
 from pipepart.recording.inputs import trees
 from pipepart.runtime import StageRuntime
-from pipepart.runtime.failure import guarded
 from pipepart.runtime.microbatch import MicrobatchSizes, add_up
 from pipepart.runtime.program import StepResult
 
@@ -34,12 +31,15 @@ __all__ = ["merge_values", "replay"]
 def replay(
     effects: Effects, result: StepResult, recording: Recording, module: LightningModule, runtime: StageRuntime
 ) -> Any:
-    """Do all effects of a step that has run; returns what the step returned."""
+    """Repeat all effects of a step that has run, and return the result of the step."""
     metrics = outer_metrics(module) if any(effect.on_metric for effect in effects.all) else {}
     values: dict[int, Any] = {}
     if effects.separate or metrics:
-        with guarded(runtime.groups):
-            values = _from_last_stage(effects, result, metrics, runtime)
+        values = made_on_last_stage(
+            runtime,
+            lambda: _values(effects, result, metrics),
+            "the last stage failed after the step, while feeding metrics or merging values",
+        )
     for effect in effects.all:
         _apply(effect, values, result, module, runtime)
     outputs = list(result.outputs)
@@ -48,44 +48,23 @@ def replay(
     return recording.unflatten(outputs)
 
 
-def _from_last_stage(
-    effects: Effects, result: StepResult, metrics: Mapping[str, Any], runtime: StageRuntime
-) -> dict[int, Any]:
-    """Values of effects by ordinal: made on the last stage, the same everywhere."""
-    message: tuple[str | None, dict[int, Any]] = (None, {})
-    failure: Exception | None = None
-    if runtime.is_last:
-        try:
-            with on_this_rank():
-                message = (None, _values(effects, result, metrics))
-        except Exception as error:
-            failure = error
-            message = (f"{type(error).__name__}: {error}", {})
-    text, values = runtime.from_last(trees.moved(message, "cpu"))
-    if failure is not None:
-        raise failure
-    if text is not None:
-        raise PipelineError(f"the last stage failed after the step, while feeding metrics or merging values: {text}")
-    return trees.moved(values, runtime.device)
-
-
 # ---- on the last stage
 
 
+@on_this_rank()
 def _values(effects: Effects, result: StepResult, metrics: Mapping[str, Any]) -> dict[int, Any]:
+    """Values of effects by their numbers."""
     known: dict[int, Any] = {}
     for effect in effects.all:
         if effect.on_metric:
             known[effect.ordinal] = _feed(effect, metrics[effect.target], result, known)
         elif any(index in effects.separate for index in effect.outputs.values()):
-            known[effect.ordinal] = [
-                _whole(effect, position, result, effects.checked) for position in sorted(effect.outputs)
-            ]
+            known[effect.ordinal] = [_whole(effect, i, result, effects.checked) for i in sorted(effect.outputs)]
     return known
 
 
 def _whole(effect: Effect, position: int, result: StepResult, checked: bool) -> Any:
-    """The value of the whole batch, or an error that names the effect."""
+    """The value of the whole batch. An error names the effect."""
     index = effect.outputs[position]
     values = result.outputs[index]
     how = effect.options.get("reduce_fx", "mean") if effect.kind == "log" else "mean"
@@ -96,14 +75,14 @@ def _whole(effect: Effect, position: int, result: StepResult, checked: bool) -> 
     except ValueError as error:
         shapes = [tuple(value.shape) for value in values]
         raise PipelineError(
-            f"{name}: what the step puts there cannot be put together from {len(values)} micro-batches: {error}.\n"
+            f"{name}: the values of {len(values)} micro-batches cannot be combined into that of the batch: {error}.\n"
             f"  expected: one dimension for the samples\n  got: tensors of the shapes {shapes}\n"
-            "  do: put values of single samples there and make the rest of them in a hook, or use microbatches=1"
+            "  do: store values of single samples and compute the rest in a hook, or use microbatches=1"
         ) from None
     if effect.kind != "log" and (guess := _guessed(values, whole, effect.follows[position], checked)):
         warnings.warn(
             f"{name}: the values of micro-batches differ, and how they make up that of the whole batch is not known. {guess}. "
-            "Where that is not meant, put values of single samples there, or use microbatches=1.",
+            "If that is not intended, store values of single samples, or use microbatches=1.",
             SamplesMeet,
             stacklevel=2,
         )
@@ -111,30 +90,29 @@ def _whole(effect: Effect, position: int, result: StepResult, checked: bool) -> 
 
 
 def _guessed(values: Sequence[Any], whole: Any, follows: Follows, checked: bool) -> str:
-    """How tensors that differ were put together, if that is not known to be right; numbers are means."""
+    """The way in which tensors that differ were combined, if it is not known to be right; empty otherwise."""
     if len(values) == 1 or not isinstance(whole, torch.Tensor) or not whole.dim():
         return ""
     if whole.shape != values[0].shape:
         known = follows.dims is not None or len({value.shape for value in values}) > 1
-        return "" if known else "They were put one after the other along the dimension that is as long as a micro-batch"
+        return "" if known else "They were concatenated along the dimension that is as long as a micro-batch"
     if checked or all(torch.equal(value, values[0]) for value in values):
         return ""
-    return "Their mean over the samples is put there (of whole numbers the sum, of flags whether any is set)"
+    return "Their mean over the samples is stored (the sum of integers, the logical or of flags)"
 
 
 def _feed(effect: Effect, metric: Any, result: StepResult, known: dict[int, Any]) -> Any:
-    """Call the metric with the whole batch, or once for each micro-batch if its arguments cannot be put together."""
+    """Call the metric with the whole batch, or once for each micro-batch if its arguments cannot be combined."""
     call = getattr(metric, effect.kind)
     parts = {position: result.outputs[index] for position, index in effect.outputs.items()}
     if all(_can_merge(part, effect.follows[position], result.sizes) for position, part in parts.items()):
         laws = {p: result.laws[index] for p, index in effect.outputs.items()}
         whole = {p: merge_values(part, effect.follows[p], result.sizes, "mean", laws[p]) for p, part in parts.items()}
-        args, kwargs = _arguments(effect, whole, known)
+        args, kwargs = _filled(effect, whole, known)
         return call(*args, **kwargs)
     answers = []
     for index in range(len(result.sizes)):
-        own = {p: part[index] if len(part) > 1 else part[0] for p, part in parts.items()}
-        args, kwargs = _arguments(effect, own, known)
+        args, kwargs = _filled(effect, {p: part[index if len(part) > 1 else 0] for p, part in parts.items()}, known)
         answers.append(call(*args, **kwargs))
     if answers[0] is None:
         return None
@@ -145,21 +123,18 @@ def _feed(effect: Effect, metric: Any, result: StepResult, known: dict[int, Any]
     return value
 
 
-def _arguments(effect: Effect, recorded: Mapping[int, Any], known: Mapping[int, Any]) -> tuple[Any, Any]:
-    return trees.unflatten(_filled(effect, recorded, known), effect.tree)
-
-
-def _filled(effect: Effect, recorded: Mapping[int, Any], known: Mapping[int, Any]) -> list[Any]:
+def _filled(effect: Effect, computed: Mapping[int, Any], known: Mapping[int, Any]) -> Any:
+    """The value of an effect from its constants, the values `known` of metrics, and the computed leaves by position."""
     leaves = [leaf.value(known) if isinstance(leaf, Later) else leaf for leaf in effect.leaves]
-    for position, value in recorded.items():
+    for position, value in computed.items():
         leaves[position] = value
-    return leaves
+    return trees.unflatten(leaves, effect.tree)
 
 
 def _can_merge(values: Sequence[Any], follows: Follows, sizes: MicrobatchSizes) -> bool:
     first = values[0]
     if len(values) == 1 or not isinstance(first, torch.Tensor) or first.dim() == 0:
-        return True  # made once for the whole batch, or a number
+        return True  # computed once for the whole batch, or a number
     try:
         return follows.dim([value.shape for value in values], sizes.sizes) is not None
     except ValueError:
@@ -169,14 +144,14 @@ def _can_merge(values: Sequence[Any], follows: Follows, sizes: MicrobatchSizes) 
 def merge_values(
     values: Sequence[Any], follows: Follows, sizes: MicrobatchSizes, how: Any, law: str = "unknown"
 ) -> Any:
-    """One value for the batch: samples are put together, counts summed, other numbers averaged by size.
+    """One value for the batch: samples are concatenated, counts summed, other numbers averaged by size.
 
-    `law` says what is known of the value of the batch ("sum", "mean" over samples). For the rest, `how` is the
-    reduction that the user asked for when logging ("sum", "max", "min", or a mean). ValueError: it is not clear along
-    which dimension the samples lie.
+    `law` is the known relation of the micro-batches to the batch ("sum", "mean" over samples). Otherwise `how` is the
+    reduction that the user asked for when logging ("sum", "max", "min", or a mean). ValueError: the dimension of the
+    samples is ambiguous.
     """
     first = values[0]
-    if len(values) == 1:  # one micro-batch, or made once for the whole batch
+    if len(values) == 1:  # one micro-batch, or computed once for the whole batch
         return first
     if law in ("sum", "mean") and isinstance(first, torch.Tensor):
         return add_up(values, None if law == "sum" else sizes.weights)
@@ -221,10 +196,10 @@ def _apply(
             metric.reset()
         return
     if effect.ordinal in values:
-        recorded = dict(zip(sorted(effect.outputs), values[effect.ordinal]))
+        computed = dict(zip(sorted(effect.outputs), values[effect.ordinal]))
     else:
-        recorded = {position: result.outputs[index] for position, index in effect.outputs.items()}
-    value: Any = trees.unflatten(_filled(effect, recorded, values), effect.tree)
+        computed = {position: result.outputs[index] for position, index in effect.outputs.items()}
+    value: Any = _filled(effect, computed, values)
     if effect.kind == "log":
         options = dict(effect.options)
         path = options.pop("metric", None)
@@ -252,7 +227,7 @@ def _put(module: LightningModule, effect: Effect, value: Any) -> None:
 
 
 def _remember(metric: Any, value: Any) -> None:
-    """What the metric returned for this batch, where it was not called: Lightning logs it from there."""
+    """Store the value of the metric for this batch where the metric was not called. Lightning logs it from there."""
     if isinstance(metric, MetricCollection):
         for base in (str(key) for key in metric.keys(keep_base=True)):
             name = metric._set_name(base)

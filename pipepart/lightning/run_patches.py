@@ -1,30 +1,203 @@
-"""Attributes of Lightning's classes and objects that are replaced while a run lasts, and put back when it has ended."""
+"""Replaced attributes of Lightning's classes and objects: they hold while a run lasts, and `undo` restores them.
+
+All replacements of a run are here: fine-tuning callbacks, model summaries, the loss scaler, and signal handlers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-__all__ = ["RunPatches"]
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelSummary
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
+
+from pipepart.lightning.announce import tell
+from pipepart.recording.model_state.state import stand_ins
+from pipepart.runtime import Groups
+from pipepart.runtime.failure import guarded
+
+__all__ = ["RunPatches", "Signals", "connect_callbacks", "connect_scaler", "loss_scale_of"]
 
 _ABSENT = object()
 
 
 class RunPatches:
-    """The replaced attributes of one run."""
+    """The attributes that one run has replaced."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute of a class or of an object, which may have it from its class."""
+        """Replace an attribute of a class or of an object. The attribute of an object may come from its class."""
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Put everything back, the last replacement first."""
+        """Restore all attributes, the last replacement first."""
         while self._before:
             owner, name, before = self._before.pop()
             if before is _ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+
+# ---- callbacks
+
+
+def connect_callbacks(trainer: Trainer, patches: RunPatches) -> None:
+    """Let callbacks of Lightning work with parameters of other stages, which have no values.
+
+    Fine-tuning callbacks compare parameters by identity. Model summaries run the forward on shapes alone.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BaseFinetuning):  # calls this method by the name of the class
+            patches.put(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in))
+        if isinstance(callback, ModelSummary):
+            patches.put(callback, "_summary", partial(_summary, callback._summary))
+
+
+def _not_in(optimizer: Optimizer, params: Any) -> list[Any]:
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in params if id(p) not in known]
+
+
+def _summary(original: Callable[..., Any], trainer: Trainer, pl_module: LightningModule) -> Any:
+    if pl_module.example_input_array is None:
+        return original(trainer, pl_module)
+    try:
+        with stand_ins(pl_module) as mode, mode:
+            return original(trainer, pl_module)
+    except Exception as error:  # some forwards need values
+        reason = (str(error).strip().splitlines() or [""])[0][:160]
+        tell(
+            "pipepart: the model summary shows no sizes: no rank holds the whole model, and on shapes alone the forward "
+            f"fails with {type(error).__name__}: {reason}"
+        )
+        example = pl_module.example_input_array
+        pl_module.example_input_array = None
+        try:
+            return original(trainer, pl_module)
+        finally:
+            pl_module.example_input_array = example
+
+
+# ---- loss scaler
+
+
+def _scaler_of(plugin: Any) -> Any:
+    return plugin.scaler if isinstance(plugin, MixedPrecision) else None
+
+
+def loss_scale_of(plugin: Any, device: torch.device) -> float:
+    """The factor of the loss before the backward."""
+    scaler = _scaler_of(plugin)
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    if scaler._scale is None:  # made at the first use
+        scaler._lazy_init_scale_growth_tracker(device)
+    return float(scaler.get_scale())
+
+
+def connect_scaler(plugin: Any, groups: Groups | None, device: torch.device, patches: RunPatches) -> None:
+    """Let all stages skip a step together if a gradient is not finite on one of them.
+
+    Gradients are checked in `unscale_`, and in `_check_inf_per_device` for fused optimizers, which unscale themselves.
+    """
+    scaler = _scaler_of(plugin)
+    if scaler is None or groups is None:
+        return
+    for name in ("unscale_", "_check_inf_per_device"):
+        patches.put(scaler, name, _check_on_all_stages(getattr(scaler, name), scaler, groups, device))
+
+
+def _check_on_all_stages(
+    own: Callable[[Any], Any], scaler: Any, groups: Groups, device: torch.device
+) -> Callable[[Any], Any]:
+    def check(optimizer: Any) -> Any:
+        result = own(optimizer)
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        total = torch.zeros((), device=device)
+        for value in found.values():
+            total += value.to(device)
+        with guarded(groups):
+            dist.all_reduce(total)
+        for key in found:
+            found[key].copy_(total)
+        if not found:  # no parameter of this stage has a gradient
+            found[device] = total
+        return result
+
+    return check
+
+
+# ---- signals
+
+
+class Signals:
+    """SIGTERM and requeue signals: all ranks finish the step, save, and leave together, whichever ranks received them.
+
+    Lightning communicates from inside its signal handler. A rank of a pipeline may be waiting for another stage at that
+    moment, so here a handler only sets a flag, and the ranks exchange their flags between steps.
+    """
+
+    def __init__(self, trainer: Trainer, groups: Groups | None, device: torch.device, patches: RunPatches) -> None:
+        self._trainer, self._groups, self._device = trainer, groups, device
+        self._terminate = self._requeue = False
+        connector: Any = trainer._signal_connector
+        self._save_and_requeue: Callable[[int, Any], None] = type(connector)._slurm_sigusr_handler_fn.__get__(connector)
+        patches.put(connector, "_sigterm_notifier_fn", self._on_sigterm)
+        patches.put(connector, "_slurm_sigusr_handler_fn", self._on_requeue)
+        patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._between_steps)
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        if not self._terminate:
+            launcher: Any = self._trainer.strategy.launcher
+            if launcher is not None:
+                launcher.kill(number)
+        self._terminate = True
+        if self._groups is None:  # a single process
+            self._trainer._signal_connector.received_sigterm = True
+
+    def _on_requeue(self, number: int, frame: Any) -> None:
+        if self._groups is None:
+            self._save_and_requeue(number, frame)
+        else:
+            self._requeue = True
+
+    def agree(self) -> None:
+        """Exchange the flags. Afterwards `trainer.received_sigterm` is the same on all ranks."""
+        if self._groups is None:
+            return
+        with guarded(self._groups):
+            flags = torch.tensor([self._terminate, self._requeue], dtype=torch.int32, device=self._device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            terminate, requeue = (bool(flag) for flag in flags)
+        if requeue:
+            self._requeue = False
+            self._save_and_requeue(0, None)
+        if terminate:
+            self._trainer._signal_connector.received_sigterm = True
+
+    def _between_steps(self) -> None:
+        self.agree()
+        if self._trainer.received_sigterm:
+            raise SIGTERMException
+
+    def save(self) -> None:
+        """Save a checkpoint of the last finished step beside the others. All ranks must call it together."""
+        trainer = self._trainer
+        callback = trainer.checkpoint_callback
+        if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
+            tell("pipepart: stopped by SIGTERM; nothing saved, since this run has no ModelCheckpoint")
+            return
+        path = Path(callback.dirpath) / f"sigterm-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        tell(f"pipepart: stopped by SIGTERM after step {trainer.global_step}; saved {path}")

@@ -1,10 +1,10 @@
-"""Checkpoints as directories: each stage writes its own part with torch.distributed.checkpoint, any shape reads them.
+"""Checkpoints as directories: each stage writes its own part with torch.distributed.checkpoint, and any shape reads them.
 
 ```
-NAME.ckpt/                the directory takes its name when everything is written
+NAME.ckpt/                renamed to this name after everything is written
     __0_0.distcp ...      tensors: model.<name>, optimizer.<number>.<parameter>.<key>
-    .metadata             torch's index of them
-    rest.pt               what is no tensor of the model or the optimizer: loops, callbacks, groups, hyper-parameters
+    .metadata             torch's index of the tensors
+    rest.pt               everything except tensors of the model and the optimizer: loops, callbacks, groups, hyper-parameters
     manifest.json         size and digest of each file
 ```
 """
@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.optim import Optimizer
 
-from pipepart.lightning.manifest import (
+from pipepart.lightning.checkpoint_files import (
     CheckpointError,
     Content,
+    SafeCheckpointIO,
     check,
     known_contents,
     manifest_of,
@@ -62,9 +63,10 @@ def is_sharded(path: Any) -> bool:
 def save(
     checkpoint: dict[str, Any], path: Any, runtime: StageRuntime, together: Callable[[Callable[[], None]], None]
 ) -> None:
-    """`checkpoint` has the own parts of model and optimizers. Replica 0 writes; all ranks of the world must call it.
+    """Write a `checkpoint` that holds this rank's parts of the model and the optimizers. All ranks must call it.
 
-    Each step is done `together`: if it fails on one rank, it fails on all, and the checkpoint before is as it was.
+    Replica 0 writes. Each step runs in `together`: if it fails on one rank, it fails on all, and the previous checkpoint
+    is untouched.
     """
     target, groups = Path(path), runtime.groups
     part = target.with_name(f"{target.name}.part")
@@ -114,19 +116,19 @@ def save(
 
 
 def _named(step: Callable[[], None], target: Path) -> None:
-    """Say which checkpoint could not be written, and what is left."""
+    """Name the checkpoint in errors of `step`, and the previous one if there is one."""
     try:
         step()
     except (OSError, RuntimeError, CheckpointException) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        kept = f" The one that was there before is untouched: {target}." if target.exists() else ""
+        kept = f" The previous checkpoint is untouched: {target}." if target.exists() else ""
         raise CheckpointError(f"the checkpoint {target} could not be written: {first}.{kept}") from error
 
 
 def _take_the_place_of(part: Path, target: Path) -> None:
-    """Both change their names in one step where the system can do that (Linux).
+    """Exchange the names of both in one step where the system supports that (Linux).
 
-    Elsewhere the old one steps aside first: a crash between the two steps leaves it there, and `bring_back` finds it.
+    Elsewhere the old one is renamed first: after a crash between the two steps, `bring_back` finds it.
     """
     aside = _aside(target)
     shutil.rmtree(aside, ignore_errors=True)
@@ -154,7 +156,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def bring_back(path: Any) -> None:
-    """A crash in the middle of a save may have left the checkpoint under the name that it stepped aside to."""
+    """Rename a checkpoint back that a crash in the middle of a save has left under its temporary name."""
     target = Path(path)
     if "://" not in str(path) and not target.exists() and is_sharded(_aside(target)):
         os.replace(_aside(target), target)
@@ -164,7 +166,7 @@ def bring_back(path: Any) -> None:
 
 
 def verify_shards(path: Any) -> None:
-    """Hold a directory against its manifest."""
+    """Compare a directory with its manifest."""
     folder = Path(path)
     try:
         known = known_contents(folder)
@@ -176,7 +178,7 @@ def verify_shards(path: Any) -> None:
 
 
 def load_rest(path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """The checkpoint without its tensors; it remembers where they are."""
+    """The checkpoint without its tensors, with the path of the directory under "pipepart_shards"."""
     checkpoint: dict[str, Any] = torch.load(Path(path) / _REST, weights_only=weights_only)
     checkpoint["pipepart_shards"] = str(path)
     return checkpoint
@@ -227,9 +229,7 @@ def _empty(metadata: Any) -> torch.Tensor:
 
 
 def consolidate(folder: Any, file: Any) -> None:
-    """Turn a directory into one plain `.ckpt` that Lightning loads without pipepart."""
-    from pipepart.lightning.checkpoint_io import SafeCheckpointIO
-
+    """Convert a directory to one plain `.ckpt` file that Lightning loads without pipepart."""
     verify_shards(folder)
     checkpoint = load_rest(folder, None)
     reader = FileSystemReader(checkpoint.pop("pipepart_shards"))

@@ -1,4 +1,4 @@
-"""Weights & Biases for runs that must not depend on it."""
+"""Weights & Biases logger for runs that must not depend on its server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["SafeWandbLogger", "log_files"]
 
 
 class SafeWandbLogger(WandbLogger):
-    """Lightning's logger, offline unless told otherwise, and never the reason for which a run fails.
+    """Lightning's logger, offline by default. A run never fails because of it.
 
-    With `offline=False` the run is sent as it goes. If the server does not answer within `timeout` seconds, or nobody
-    is logged in, the run is kept on this machine instead, to be sent later with ``wandb sync``.
+    With `offline=False` the run is sent while it lasts. If the server does not answer within `timeout` seconds, or nobody
+    is logged in, the run is kept on this machine, to be sent later with ``wandb sync``.
     """
 
     def __init__(self, *, offline: bool = True, timeout: float = 30.0, **options: Any) -> None:
@@ -46,7 +46,7 @@ class SafeWandbLogger(WandbLogger):
 
 @rank_zero_only
 def log_files(logger: WandbLogger, name: str, kind: str, files: dict[str, Path], metadata: dict[str, Any]) -> None:
-    """Files as one artifact of the run; a page among them is shown as a panel, too."""
+    """Log files as one artifact of the run. HTML pages are also shown as panels."""
     import wandb
 
     artifact = wandb.Artifact(name, type=kind, metadata=metadata)

@@ -1,8 +1,8 @@
-"""Containers that a step may fill, as ones that write down what is put into them.
+"""Containers that a step may fill. While a step is recorded, they report the values that are put into them.
 
-Lists, dicts, sets and their kin, of any name: attributes of the module, of its submodules, of their classes, of plain
-objects in them, and containers in containers. Each run of the step gets fresh ones with the items of the real ones.
-What is put in counts as an effect of the step; what is looked at is part of what the recording holds for.
+Covers lists, dicts, sets and their subclasses in `collections`: attributes of the module, of its submodules, of their
+classes and of plain objects in them, and containers in containers. Each run of the step gets copies of the real ones.
+Values that are put in are effects of the step; values that are read are guards of the recording.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEPTH = 4
 
 
 class Watch(Protocol):
-    """What a container tells of."""
+    """Receiver of the reports of containers."""
 
     touched: Touched
 
@@ -37,14 +37,14 @@ class Watch(Protocol):
 
 
 class Touched:
-    """Which containers a step filled, and which it looked at."""
+    """Containers that a step has filled, and containers that it has read."""
 
     def __init__(self) -> None:
         self.filled: set[str] = set()
         self.read: set[str] = set()
 
     def covers(self, place: Place) -> bool:
-        """Whether a place is in a container that the step fills and never looks at: what is there does not matter."""
+        """Whether a place is in a container that the step fills and never reads, so that its content does not matter."""
         text = place.text.removeprefix("keys of ")
         return any(
             text.startswith((f"{name}[", f"{name}.", f"{name},")) or (text == name and place.text != text)
@@ -53,7 +53,7 @@ class Touched:
 
 
 def text_of(path: Path) -> str:
-    """A path as the user writes it."""
+    """A path as code of the user."""
     text = "self"
     for kind, key in path:
         text += f"[{key!r}]" if kind == "item" else f".{key}" if key else ""
@@ -70,7 +70,7 @@ def container_at(module: nn.Module, path: Path) -> Any:
 
 @contextmanager
 def watched_containers(module: nn.Module, watch: Watch) -> Iterator[None]:
-    """All containers that can be reached from the module, replaced for one run of the step."""
+    """Inside, for one run of the step, all containers that the module can reach are replaced by copies that report."""
     undo: list[Callable[[], Any]] = []
     seen: set[int] = set()
 
@@ -117,7 +117,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def wrapped(watch: Watch, path: Path, value: Any, depth: int = 0) -> Any:
-    """A copy of a container that tells what is done to it."""
+    """A copy of a container that reports its changes."""
     kind = _KINDS.get(type(value))
     if kind is None or depth > _DEPTH:
         return value
@@ -131,33 +131,34 @@ def wrapped(watch: Watch, path: Path, value: Any, depth: int = 0) -> Any:
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(
-            f"the step calls {name} on {text_of(self.path)}: of what is done to lists, dicts and their kin, a recorded "
-            "step can repeat append, extend, add, update and setting an item only. Do the rest in a hook."
+            f"the step calls {name} on {text_of(self.path)}: of the changes of lists, dicts and sets, a recorded step can "
+            "repeat only append, extend, add, update and setting an item. Make other changes in a hook."
         )
 
     return refuse
 
 
-def _looking(original: Any) -> Callable[..., Any]:
-    """A method of the base class that looks at what is there."""
+def _reading(original: Any) -> Callable[..., Any]:
+    """A method of the base class that reads the content."""
 
-    def look(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.watch.touched.read.add(text_of(self.path))
         return original(self, *args, **kwargs)
 
-    return look
+    return read
 
 
 class Watched:
-    """A container that tells what is done to it."""
-
-    watch: Watch
-    path: Path
+    """A container that reports its changes."""
 
     _base: Any = list
 
+    def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
+        self._base.__init__(self, items)
+        self.watch, self.path = watch, path
+
     def pipepart_items(self) -> Any:
-        """What is there, without telling."""
+        """The content. Reading it is not reported."""
         return self._base(self._base.__iter__(self))
 
     def _put(self, kind: str, value: Any, key: Any = None) -> None:
@@ -183,17 +184,12 @@ class _Sequence(Watched):
 class WatchedList(_Sequence, list):
     _pipepart_original = list
 
-    def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
-        super().__init__(items)
-        self.watch, self.path = watch, path
-
 
 class WatchedDeque(_Sequence, deque):
-    _pipepart_original = deque
-    _base = deque
+    _pipepart_original = _base = deque
 
     def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
-        super().__init__(items, original.maxlen)
+        deque.__init__(self, items, original.maxlen)
         self.watch, self.path = watch, path
 
     def appendleft(self, value: Any) -> None:
@@ -202,12 +198,7 @@ class WatchedDeque(_Sequence, deque):
 
 
 class WatchedSet(Watched, set):
-    _pipepart_original = set
-    _base = set
-
-    def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
-        super().__init__(items)
-        self.watch, self.path = watch, path
+    _pipepart_original = _base = set
 
     def add(self, value: Any) -> None:
         self._put("add", value)
@@ -223,11 +214,12 @@ class WatchedSet(Watched, set):
 
 
 class _Mapping(Watched, dict):
-    """Knows which of its items this run has put in, and which it has looked at."""
+    """Knows which of its items this run has put in, and which it has read."""
+
+    _base = dict
 
     def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
-        dict.__init__(self, items)
-        self.watch, self.path = watch, path
+        super().__init__(watch, path, items, original)
         self._factory = getattr(original, "default_factory", None)
         self._is_counter = isinstance(original, Counter)
         self._own: set[Any] = set()
@@ -239,14 +231,14 @@ class _Mapping(Watched, dict):
     def __getitem__(self, key: Any) -> Any:
         value = dict.__getitem__(self, key) if dict.__contains__(self, key) else self.__missing__(key)
         if key not in self._own and not isinstance(value, Watched):
-            self._look(key)
+            self._read(key)
         return value
 
     def __missing__(self, key: Any) -> Any:
         if self._is_counter:
             return 0
         if self._factory is None:
-            self._look(key)
+            self._read(key)
             raise KeyError(key)
         value = self._factory()
         if type(value) not in _KINDS:
@@ -258,11 +250,11 @@ class _Mapping(Watched, dict):
 
     def get(self, key: Any, default: Any = None) -> Any:
         if not dict.__contains__(self, key):
-            self._look(key)
+            self._read(key)
             return default
         return self[key]
 
-    def _look(self, key: Any) -> None:
+    def _read(self, key: Any) -> None:
         self._seen.add(key)
         self.watch.touched.read.add(text_of(self.path))
 
@@ -272,7 +264,7 @@ class _Mapping(Watched, dict):
         if key in self._seen and key not in self._own:
             raise ConfigError(
                 f"the step reads item {key!r} of {text_of(self.path)} and then sets it, as += does: a recorded step cannot "
-                "add to a Python value. Append to a list and sum it up in a hook, or use a metric of torchmetrics "
+                "add to a Python value. Append to a list and add up its items in a hook, or use a metric of torchmetrics "
                 "(SumMetric, MeanMetric)."
             )
         self._own.add(key)
@@ -289,9 +281,8 @@ class _Mapping(Watched, dict):
         return made
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        if self._is_counter:  # adds; what it then holds is not known here
-            given = dict(Counter(*args, **kwargs))
-            self._put("count", given)
+        if self._is_counter:  # adds to the items; the sums are not known here
+            self._put("count", dict(Counter(*args, **kwargs)))
             return
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
@@ -301,31 +292,9 @@ class _Mapping(Watched, dict):
         return self
 
 
-class WatchedDict(_Mapping):
-    _pipepart_original = dict
-
-
-class WatchedOrderedDict(_Mapping):
-    _pipepart_original = OrderedDict
-
-
-class WatchedDefaultDict(_Mapping):
-    _pipepart_original = defaultdict
-
-
-class WatchedCounter(_Mapping):
-    _pipepart_original = Counter
-
-
-_KINDS: dict[type, Any] = {
-    list: WatchedList,
-    deque: WatchedDeque,
-    set: WatchedSet,
-    dict: WatchedDict,
-    OrderedDict: WatchedOrderedDict,
-    defaultdict: WatchedDefaultDict,
-    Counter: WatchedCounter,
-}
+_KINDS: dict[type, Any] = {list: WatchedList, deque: WatchedDeque, set: WatchedSet}
+for _kind in (dict, OrderedDict, defaultdict, Counter):
+    _KINDS[_kind] = type(f"Watched{_kind.__name__}", (_Mapping,), {"_pipepart_original": _kind})
 _CHANGING = {
     list: ("__setitem__", "__delitem__", "__imul__", "insert", "pop", "remove", "clear", "sort", "reverse"),
     deque: ("__setitem__", "__delitem__", "__imul__", "insert", "pop", "popleft", "remove", "clear", "rotate",
@@ -334,7 +303,7 @@ _CHANGING = {
           "symmetric_difference_update", "__iand__", "__isub__", "__ixor__"),
     dict: ("__delitem__", "pop", "popitem", "clear", "move_to_end", "subtract"),
 }  # fmt: skip
-_LOOKING = ("__iter__", "__len__", "__contains__", "__eq__", "__reversed__", "keys", "values", "items", "copy", "index",
+_READING = ("__iter__", "__len__", "__contains__", "__eq__", "__reversed__", "keys", "values", "items", "copy", "index",
             "count", "__or__", "__and__", "__sub__", "union", "issubset", "__add__")  # fmt: skip
 
 
@@ -344,10 +313,10 @@ def _install() -> None:
     for base, kind in ((list, WatchedList), (deque, WatchedDeque), (set, WatchedSet), (dict, _Mapping)):
         for name in _CHANGING[base]:
             setattr(kind, name, _refused(name))
-        looking = (*_LOOKING, "__getitem__") if base in (list, deque) else _LOOKING
-        for name in looking:
+        reading = (*_READING, "__getitem__") if base in (list, deque) else _READING
+        for name in reading:
             if hasattr(base, name):
-                setattr(kind, name, _looking(getattr(base, name)))
+                setattr(kind, name, _reading(getattr(base, name)))
 
 
 _install()

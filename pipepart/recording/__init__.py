@@ -12,16 +12,16 @@ from pipepart.recording.op import OpMeta, op_of
 from pipepart.recording.proof.chunk_proof import prove_chunks
 from pipepart.recording.proof.prove import prove
 from pipepart.recording.record import record
-from pipepart.recording.recording import GuardError, Input, LogCall, Recording
+from pipepart.recording.recording import ExtraOutput, GuardError, Input, Recording
 from pipepart.recording.step import record_step
 
 __all__ = [
     "BATCH",
     "Chunk",
     "Edge",
+    "ExtraOutput",
     "GuardError",
     "Input",
-    "LogCall",
     "OpMeta",
     "Recording",
     "op_of",

@@ -68,6 +68,6 @@ def describe(recording: Recording) -> str:
         lines.append(f"constant {name} {kind}")
     for name, parameter in recording.root.named_parameters():
         lines.append(f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}")
-    for log in recording.logs:
-        lines.append(f"log {log.name} {log.output} {sorted(log.options)}")
+    for extra in recording.extras:
+        lines.append(f"log {extra.name} {extra.output} {sorted(extra.about)}")  # "log": hashes in plan files stay valid
     return "\n".join(lines)

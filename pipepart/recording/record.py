@@ -25,7 +25,7 @@ from pipepart.recording.model_state import state
 from pipepart.recording.model_state.places import Place, is_number, number_of
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.prove import prove_call
-from pipepart.recording.recording import ANY, GuardError, Input, LogCall, Recording
+from pipepart.recording.recording import ANY, GuardError, Input, Recording
 from pipepart.recording.trace.facts import annotate
 from pipepart.recording.trace.runs import Call, Run, RunFailed, Settings, eager, run_once
 
@@ -236,22 +236,22 @@ def _recording(
     output: fx.Node = next(reversed(graph.nodes))
     results: Any = output.args[0]
     flat = list(results)
-    logs = []
+    extras = []
     index = base.output_count
-    for name, logged, options in base.logs:
-        if isinstance(logged, nn.Module):
-            logs.append(LogCall(name, None, logged, options))
-            continue
-        value = flat[index]
-        constant = not isinstance(value, fx.Node)
-        logs.append(LogCall(name, None if constant else index, value if constant else None, options))
-        index += 1
+    for extra in base.extras:
+        if not extra.is_module:
+            computed = isinstance(flat[index], fx.Node)
+            extra = dataclasses.replace(
+                extra, value=None if computed else flat[index], output=index if computed else None
+            )
+            index += 1
+        extras.append(extra)
     recording = Recording(
         graph=graph,
         root=call.root,
         inputs=inputs,
         loss_index=base.loss_index,
-        logs=tuple(logs),
+        extras=tuple(extras),
         training=call.root.training,
         constants=dict(recorder.constants),
         input_tree=call.tree,

@@ -22,7 +22,7 @@ from pipepart.recording.trace.contexts import Checkpoint
 from pipepart.recording.trace.failures import GuardError, StateChanged
 from pipepart.recording.trace.intrinsics import failing_check
 
-__all__ = ["ANY", "GuardError", "Input", "LogCall", "Recording", "StateChanged"]
+__all__ = ["ANY", "ExtraOutput", "GuardError", "Input", "Recording", "StateChanged"]
 
 
 ANY = type("ANY", (), {"__repr__": lambda self: "ANY"})()
@@ -48,14 +48,24 @@ class Input:
     """Where the user's Python state holds this number; `value` is then its type."""
 
 
-@dataclass(frozen=True)
-class LogCall:
-    """One ``self.log``: the flat output that holds its value (or the constant), and the other arguments of the call."""
+@dataclass(frozen=True, eq=False)
+class ExtraOutput:
+    """Named value that a recorded call produces in addition to its result.
+
+    The function that is recorded returns its extra outputs with their values. In a `Recording`, the value of each run is
+    the flat output `output`; if that is None, the value is the constant `value`.
+    """
 
     name: str
-    output: int | None
-    constant: Any = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    value: Any = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Data of the caller, by name. The recording carries it and reads only the names, for its hash."""
+    output: int | None = None
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the value is a module, which is no output of the graph."""
+        return isinstance(self.value, nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +76,7 @@ class Recording:
     root: nn.Module
     inputs: tuple[Input, ...]
     loss_index: int | None
-    logs: tuple[LogCall, ...]
+    extras: tuple[ExtraOutput, ...]
     training: bool
     constants: Mapping[str, Any]
     """Tensors and objects that the graph reads and that belong to no module, by their get_attr target."""
@@ -131,7 +141,7 @@ class Recording:
         return leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The flat outputs (those of logs are ignored) in the structure that the user's function returned."""
+        """The flat outputs (extra outputs are ignored) in the structure that the user's function returned."""
         if any(self.moved):
             dims = [*self.moved, *[0] * (len(leaves) - len(self.moved))]
             leaves = [v.movedim(0, d) if d and isinstance(v, torch.Tensor) else v for v, d in zip(leaves, dims)]

@@ -251,7 +251,8 @@ def _differences(recording: Recording, mixing: Mixing) -> str:
     if mixing.gradient_here is not None:
         worst = mixing.gradient_here
         found.append(f"gradients differ by up to {worst.relative:.2g} relative ({worst.parameter})")
-    logged = [log.name for log in recording.logs if log.output in mixing.wrong and log.output != recording.loss_index]
+    wrong = set(mixing.wrong) - {recording.loss_index}
+    logged = [extra.name for extra in recording.extras if extra.output in wrong]
     if logged:
         found.append(f"logged: {', '.join(logged[:5])}")
     rest = {i: d for i, d in mixing.differs.items() if i != recording.loss_index and math.isfinite(d)}

@@ -244,4 +244,4 @@ class Tail:
             set_op(copy, dataclasses.replace(op_of(node), differentiates=through))
         index = recording.loss_index
         loss = self.kept.index(index) if index is not None and index in self.kept else None
-        return dataclasses.replace(recording, graph=graph, loss_index=loss, roots=self.roots, logs=())
+        return dataclasses.replace(recording, graph=graph, loss_index=loss, roots=self.roots, extras=())

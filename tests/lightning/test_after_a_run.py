@@ -84,7 +84,7 @@ def _runs(pipeline: bool, devices: int = 1, folder: str = "") -> dict[str, Any]:
     trainer = L.Trainer(strategy=strategy, devices=devices, max_epochs=1, **QUIET)
     trainer.fit(module, rows, rows)
     found["fit"] = _state(module)
-    weight, runtime = module.body[3].weight, getattr(strategy, "_runtime", None)
+    weight, runtime = module.body[3].weight, getattr(strategy, "runtime", None)
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
@@ -103,7 +103,7 @@ def _runs(pipeline: bool, devices: int = 1, folder: str = "") -> dict[str, Any]:
         trainer.save_checkpoint(f"{folder}/plain.ckpt")
     found["test"] = trainer.test(module, rows, verbose=False)
     found["predict"] = torch.cat(trainer.predict(module, rows))
-    assert getattr(strategy, "_runtime", None) is runtime, "planned once"
+    assert getattr(strategy, "runtime", None) is runtime, "planned once"
     assert module.body[3].weight is weight, "parameters are the same objects all the time"
     with torch.no_grad():  # between runs the module is the user's; rank 0 counts where ranks differ
         module.body[0].weight.mul_(0.5 if not devices - 1 or torch.distributed.get_rank() == 0 else 7.0)
@@ -116,7 +116,7 @@ def _runs(pipeline: bool, devices: int = 1, folder: str = "") -> dict[str, Any]:
     with torch.no_grad():
         module.tail.weight.copy_(torch.arange(36.0).view(6, 6) / 36)
     found["head"] = trainer.test(module, rows, verbose=False)
-    assert not pipeline or strategy._runtime is not runtime
+    assert not pipeline or strategy.runtime is not runtime
     second = L.Trainer(strategy=_strategy(pipeline), devices=devices, max_epochs=1, **QUIET)
     second.fit(module, rows)
     found["second"] = _state(module)

@@ -23,8 +23,8 @@ from support.ranks import RanksFailed, run_ranks
 from watching import QUIET, Notes
 
 from pipepart import PipelineStrategy
-from pipepart.lightning import WeightEMA, checkpoint_io, sharded
-from pipepart.lightning.checkpoint_io import CheckpointError, SafeCheckpointIO, manifest_of, verify
+from pipepart.lightning import WeightEMA, checkpoint_files, sharded
+from pipepart.lightning.checkpoint_files import CheckpointError, SafeCheckpointIO, manifest_of, verify
 from pipepart.lightning.sharded import consolidate
 
 SHAPES = {"1": (1, 1), "2x1": (2, 2), "3x1": (3, 3), "2x2": (2, 4)}
@@ -105,7 +105,7 @@ def test_sharded_checkpoint_resumes_at_another_shape_and_becomes_plain(tmp_path)
     shutil.copytree(folder, tmp_path / "intact.ckpt")
     shard, *_ = sorted(folder.glob("*.distcp"))
     _flip(shard)
-    with pytest.raises(CheckpointError, match=f"{shard.name} is not what was written.*beside it: .*plain.ckpt"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} differs from the saved one.*beside it: .*plain.ckpt"):
         _run("1", str(tmp_path), 2, str(folder), None)  # a file and a directory are checkpoints alike: the newest one
     (tmp_path / "plain.ckpt").unlink()
     shard.write_bytes(shard.read_bytes()[:-10])
@@ -140,7 +140,7 @@ def test_truncated_and_flipped_files_are_named(tmp_path) -> None:
         verify(cut)
     with pytest.raises(CheckpointError, match=f"{cut.name} cannot be read"):
         io.load_checkpoint(cut)
-    with pytest.raises(CheckpointError, match=f"{flipped.name} is damaged: its content is not what was written"):
+    with pytest.raises(CheckpointError, match=f"{flipped.name} is damaged: its content differs from the saved one"):
         verify(flipped)
     io.remove_checkpoint(good)
     assert not good.exists()
@@ -164,7 +164,7 @@ def test_manifests_written_before_are_read(tmp_path, kind: str) -> None:
         assert _value(one) == 1.0
     file = path if kind == "plain" else path / "rest.pt"
     _flip(file)
-    with pytest.raises(CheckpointError, match=r"damaged: .*content.* is not what was written.*(other|whole).ckpt"):
+    with pytest.raises(CheckpointError, match=r"damaged: .*content.* differs from the saved one.*(other|whole).ckpt"):
         _value(path)
     manifest_of(path).write_text("[]")
     if kind == "plain":  # as a file from elsewhere
@@ -232,7 +232,7 @@ def _dies(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
         monkeypatch.setattr(sharded, "_exchange", lambda a, b: False)
         at(os, "replace", lambda a, b: str(a).endswith(".ckpt.part"))
     else:
-        at(checkpoint_io, "write_manifest", lambda path, files: len(files[path.name]) == 1, after=True)
+        at(checkpoint_files, "write_manifest", lambda path, files: len(files[path.name]) == 1, after=True)
         at(shutil, "rmtree", lambda path, **kwargs: str(path).endswith(".part") and sharded.is_sharded(path))
 
 
@@ -337,7 +337,7 @@ def _unwritable(shape: str, folder: str) -> str:
 @pytest.mark.slow
 def test_all_ranks_raise_what_one_found(tmp_path) -> None:
     for text in run_ranks(2, _damaged_resume, "2x1", str(tmp_path)):
-        assert "a.ckpt is damaged: its content is not what was written" in text
+        assert "a.ckpt is damaged: its content differs from the saved one" in text
     for text in run_ranks(2, _unwritable, "2x1", str(tmp_path)):
         assert "/proc/nowhere/a.ckpt could not be written" in text
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pipepart import PipelineStrategy
-from pipepart.lightning.following import Follows, Sizes, follows
+from pipepart.lightning.effects import Follows, Sizes, follows
 
 TIME, CLASSES = 5, 3
 
@@ -135,7 +135,7 @@ def test_samples_are_put_together_without_the_check_of_the_batch() -> None:
 @pytest.mark.slow
 def test_what_cannot_be_put_together_is_named() -> None:
     for answer in run_ranks(2, _fit, Gram, 2, loss="microbatch"):
-        assert "self.gram: what the step puts there cannot be put together from 4 micro-batches" in answer["error"]
+        assert "self.gram: the values of 4 micro-batches cannot be combined into that of the batch" in answer["error"]
         assert "microbatches=1" in answer["error"]
     *_, last = run_ranks(2, _fit, Largest, 2, loss="microbatch")
     assert any("self.largest: the values of micro-batches differ" in text for text in last["said"])

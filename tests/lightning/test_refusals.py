@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "the precision plugin OtherPrecision is not supported",
     ),
     "counter": (Counting, {}, "the step sets self.count to 1"),
-    "list": (Popping, {}, "on self.queue: of what is done to lists"),
+    "list": (Popping, {}, "on self.queue: of the changes of lists"),
     "metric decides": (DecidingByMetric, {}, "decides by it"),
     "metric in the loss": (ComputingWithMetric, {}, "computes with the value of metric train_accuracy"),
     "unfilled": (Unfilled, {}, "nothing fills them, such as layer.1.scale: Scale has no reset_parameters() that does"),
@@ -203,7 +203,7 @@ def _changing() -> list[int]:
     losses: list[float] = []
     module.on_train_batch_end = lambda outputs, batch, batch_idx: losses.append(float(outputs["loss"]))
     trainer.fit(module, train)
-    return [losses, trainer.strategy._variants["training_step"].made]
+    return [losses, trainer.strategy._steps.variants["training_step"].made]
 
 
 def test_step_that_changes_is_recorded_again() -> None:

@@ -7,7 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipepart.errors import CaptureError
-from pipepart.recording import prove, record, record_step
+from pipepart.lightning.step import record_lightning_step
+from pipepart.recording import prove, record
 from pipepart.recording.proof import outcome
 
 
@@ -70,9 +71,9 @@ def test_what_escapes_the_recorder_is_refused_with_op_module_and_line(model, op)
 def test_the_same_in_a_step_and_nothing_in_an_evaluation():
     module, x = EscapingStep().double(), torch.randn(3, 4, dtype=torch.float64)
     with pytest.raises(CaptureError, match=r"op mul \(module 'model' at test_proof_models.py"):
-        record_step(module, "training_step", x)
+        record_lightning_step(module, "training_step", x)
     module.eval()
-    record_step(module, "validation_step", x)
+    record_lightning_step(module, "validation_step", x)
 
 
 def test_without_a_loss_every_output_is_a_start_of_backward():

@@ -234,7 +234,7 @@ def test_batches_that_a_hook_must_see_in_time_are_not_looked_at() -> None:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-    assert "Moved.on_after_batch_transfer keeps them from being looked at" in told.getvalue()
+    assert "Moved.on_after_batch_transfer prevents reading them in advance" in told.getvalue()
     _compare(answers, _plain(6, 24, Moved, **shape))
 
 

@@ -281,5 +281,5 @@ def _other_text(leaf: Any) -> Any:
 
 
 def _structures_differ(a: Run, b: Run) -> bool:
-    """Whether the results or logs of two runs have different structures."""
-    return a.output_tree != b.output_tree or [log[0] for log in a.logs] != [log[0] for log in b.logs]
+    """Whether the results or the extra outputs of two runs have different structures."""
+    return a.output_tree != b.output_tree or [e.name for e in a.extras] != [e.name for e in b.extras]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from pipepart.recording.model_state.reads import Reads
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
-from pipepart.recording.recording import Input
+from pipepart.recording.recording import ExtraOutput, Input
 from pipepart.recording.trace import ops, symbols
 from pipepart.recording.trace.caches import CachedFunction
 from pipepart.recording.trace.contexts import outside_rng
@@ -46,11 +46,11 @@ __all__ = [
 class Call:
     """The call to record: how to run it on flat leaves, and the description of the leaves.
 
-    `run` returns the result and the logged values, a list of (name, value, options).
+    `run` returns the result and the extra outputs with their values.
     """
 
     root: nn.Module
-    run: Callable[[list[Any]], tuple[Any, list[tuple[str, Any, dict[str, Any]]]]]
+    run: Callable[[list[Any]], tuple[Any, list[ExtraOutput]]]
     leaves: tuple[Any, ...]
     inputs: tuple[Input, ...]
     tree: trees.Tree
@@ -78,11 +78,11 @@ class Call:
 
 @dataclass
 class Run:
-    """What one run gave; `logs` hold the metrics that were logged as objects, other logged values are outputs."""
+    """Result of one recorded run. The values of the extra outputs are in the graph, except for modules."""
 
     recorder: Recorder
     output_tree: trees.Tree
-    logs: list[tuple[str, nn.Module | None, dict[str, Any]]]
+    extras: list[ExtraOutput]
     output_count: int
     loss_index: int | None
     outcome: Outcome
@@ -142,12 +142,12 @@ def eager(call: Call, leaves: list[Any], mode: Any) -> Any:
 
 
 def original(call: Call, leaves: list[Any], mode: Any, backward: bool) -> Outcome:
-    """What the model gives of itself, not recorded: outputs and logged values, and with `backward` its gradients."""
+    """Outputs, extra outputs and, with `backward`, gradients of the model itself, not recorded."""
     with state.preserved(call.root), torch.enable_grad(), mode or nullcontext():
         given = [copy_leaf(leaf) for leaf in leaves]
-        result, logs = call.run(list(given))
+        result, extras = call.run(list(given))
         outputs, tree = trees.flatten(result)
-        flat = [*outputs, *(value for _, value, _ in logs if not isinstance(value, nn.Module))]
+        flat = [*outputs, *(extra.value for extra in extras if not extra.is_module)]
         if mode is not None:
             return Outcome(flat)
         return outcome_of(flat, loss_index(tree, outputs), call.root, _by_name(call, given), backward)
@@ -191,11 +191,10 @@ def run_once(
             settings.variables = variables(call.entries, names.listed)
         try:
             with _recorded(recorder, names, settings):
-                result, logs = _result(recorder, call, values, reads, names, settings)
+                result, extras = _result(recorder, call, values, reads, names, settings)
                 outputs, tree = trees.flatten(result)
                 count = len(outputs)
-                logs = [(name, value, _plain_options(options)) for name, value, options in logs]
-                flat = [*outputs, *(value for _, value, _ in logs if not isinstance(value, nn.Module))]
+                flat = [*outputs, *(extra.value for extra in extras if not extra.is_module)]
                 nodes = tuple(_output(recorder, value) for value in flat)
         except Exception as error:
             recorder.numbers.finish()
@@ -208,10 +207,10 @@ def run_once(
             outcome = outcome_of(flat, loss, call.root, _by_name(call, values), True, retain=trace is not None)
         else:
             outcome = Outcome([value.detach() if isinstance(value, torch.Tensor) else value for value in flat])
-        logs = [(name, value if isinstance(value, nn.Module) else None, options) for name, value, options in logs]
+        extras = [extra if extra.is_module else replace(extra, value=None) for extra in extras]
         recorder.numbers.finish()
         recorder.builder.release()
-        return Run(recorder, tree, logs, count, loss, outcome, leaves)
+        return Run(recorder, tree, extras, count, loss, outcome, leaves)
 
 
 def _inputs(recorder: Recorder, call: Call, leaves: Sequence[Any]) -> tuple[list[Any], list[tuple[Place, Any]]]:
@@ -284,15 +283,6 @@ def loss_index(tree: trees.Tree, outputs: Sequence[Any]) -> int | None:
         return 0
     scalars = [i for i, value in enumerate(outputs) if is_loss(value)]
     return scalars[0] if len(scalars) == 1 else None
-
-
-def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a log call as constants; a batch size that follows the batch is left to whoever replays it."""
-    return {
-        key: symbols.plain(value)
-        for key, value in options.items()
-        if not (key == "batch_size" and symbols.is_tracked(value))
-    }
 
 
 def _output(recorder: Recorder, value: Any) -> Any:

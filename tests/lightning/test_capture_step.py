@@ -9,7 +9,8 @@ import torchmetrics
 
 from pipepart.errors import CaptureError
 from pipepart.graph import op_graph
-from pipepart.recording import GuardError, record_step, split
+from pipepart.lightning.step import record_lightning_step
+from pipepart.recording import GuardError, split
 from tools.bench.zoo.detached import run_detached
 
 
@@ -124,7 +125,7 @@ def logged(module, batch, numbers):
 @pytest.mark.parametrize("numbers", [{}, {"batch_idx": 3, "global_step": 50, "current_epoch": 2}])
 def test_step_equals_the_original(kind, make, numbers):
     module = kind()
-    recording = record_step(module, "training_step", make(6))
+    recording = record_lightning_step(module, "training_step", make(6))
     body = recording.graph_module()
     for size in (6, 9):
         batch = make(size)
@@ -141,21 +142,21 @@ def test_step_equals_the_original(kind, make, numbers):
         flat[recording.loss_index].backward()
         for parameter, grad in zip(module.parameters(), grads):
             torch.testing.assert_close(parameter.grad, grad)
-        assert [log.name for log in recording.logs] == list(logs)
-        for log in recording.logs:
-            value = log.constant if log.output is None else flat[log.output]
+        assert [log.name for log in recording.extras] == list(logs)
+        for log in recording.extras:
+            value = log.value if log.output is None else flat[log.output]
             torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(logs[log.name]), check_dtype=False)
 
 
 def test_log_options_are_kept_and_a_batch_size_is_not_baked_in():
-    recording = record_step(TupleBatch(), "training_step", pair(6))
-    assert recording.logs[0].options == {"prog_bar": True}
-    sizes = {log.name: log for log in record_step(Counters(), "training_step", pair(6)).logs}
-    assert sizes["size"].options == {}
+    recording = record_lightning_step(TupleBatch(), "training_step", pair(6))
+    assert recording.extras[0].about == {"prog_bar": True}
+    sizes = {log.name: log for log in record_lightning_step(Counters(), "training_step", pair(6)).extras}
+    assert sizes["size"].about == {}
 
 
 def test_numbers_are_inputs_with_their_names():
-    recording = record_step(Counters(), "training_step", pair(6), dataloader_idx=0)
+    recording = record_lightning_step(Counters(), "training_step", pair(6), dataloader_idx=0)
     names = [spec.name for spec in recording.inputs if spec.kind == "number"]
     assert names == ["batch_idx", "dataloader_idx", "global_step", "current_epoch"]
     assert recording.flatten((pair(4),), {"global_step": 7})[2:] == [0, 0, 7, 0]
@@ -171,7 +172,7 @@ def test_python_decision_on_a_counter_is_guarded():
                 self.log("even", loss)
             return loss
 
-    recording = record_step(Every(), "training_step", pair(6))
+    recording = record_lightning_step(Every(), "training_step", pair(6))
     body = recording.graph_module()
     body(*recording.flatten((pair(6),), {"batch_idx": 4}))
     with pytest.raises(GuardError, match=r"test_capture_step\.py:\d+"):
@@ -193,10 +194,10 @@ def test_metrics_update_when_the_recorded_step_runs():
             return self.loss(out, batch[1])
 
     module = Metrics()
-    recording = record_step(module, "training_step", pair(6))
+    recording = record_lightning_step(module, "training_step", pair(6))
     assert module.acc.update_count == 0
     assert int(module.acc.tp.sum()) == 0
-    assert recording.logs[1].constant is module.f1
+    assert recording.extras[1].value is module.f1
     graph = op_graph(recording)
     chunks = split(recording, graph.chunks_at([3]), 2)
     for _ in range(3):
@@ -219,7 +220,7 @@ def test_other_steps(step):
             return {"probabilities": self(batch[0]).softmax(-1)}
 
     module = Steps().eval()
-    recording = record_step(module, step, pair(6))
+    recording = record_lightning_step(module, step, pair(6))
     assert not recording.training
     batch = pair(5)
     out = recording.unflatten(recording.graph_module()(*recording.flatten((batch,))))
@@ -235,7 +236,7 @@ def test_names_of_samples_may_change():
         def training_step(self, batch):
             return self.loss(self(batch["x"]), batch["y"]) * batch["weight"]
 
-    recording = record_step(Named(), "training_step", {**named(6), "names": ["a"] * 6, "weight": 0.5})
+    recording = record_lightning_step(Named(), "training_step", {**named(6), "names": ["a"] * 6, "weight": 0.5})
     batch = {**named(4), "names": ["b", "c", "d", "e"], "weight": 0.25}
     assert recording.graph_module()(*recording.flatten((batch,)))[0].requires_grad
 
@@ -243,7 +244,7 @@ def test_names_of_samples_may_change():
         def training_step(self, batch):
             return self.loss(self(batch["x"]), batch["y"]) * (2 if batch["kind"] == "a" else 1)
 
-    recording = record_step(Deciding(), "training_step", {**named(6), "kind": "a"})
+    recording = record_lightning_step(Deciding(), "training_step", {**named(6), "kind": "a"})
     with pytest.raises(GuardError, match="batch\\['kind'\\]"):
         recording.flatten(({**named(6), "kind": "b"},))
 
@@ -300,7 +301,7 @@ def draws_outside(self, batch, loss):
 )
 def test_what_cannot_be_recorded_is_refused_with_its_reason(body, words):
     with pytest.raises(CaptureError, match=words):
-        record_step(refused(body), "training_step", pair(6))
+        record_lightning_step(refused(body), "training_step", pair(6))
 
 
 def test_manual_optimization_is_refused():
@@ -308,4 +309,4 @@ def test_manual_optimization_is_refused():
         self.automatic_optimization = False
 
     with pytest.raises(CaptureError, match="automatic_optimization"):
-        record_step(refused(appends, manual), "training_step", pair(6))
+        record_lightning_step(refused(appends, manual), "training_step", pair(6))

@@ -1,0 +1,228 @@
+"""Files of a checkpoint: written beside and renamed, with sizes and digests that are checked before they are read.
+
+A crash cannot leave a broken file. The manifest of a file is beside it (`NAME.ckpt.sha256`), that of a directory is inside
+(`manifest.json`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+from pipepart.errors import PipepartError
+
+__all__ = [
+    "CheckpointError",
+    "Content",
+    "SafeCheckpointIO",
+    "check",
+    "known_contents",
+    "manifest_of",
+    "others_beside",
+    "safe_by_default",
+    "verify",
+    "write_manifest",
+]
+
+_INSIDE = "manifest.json"
+
+
+class CheckpointError(PipepartError):
+    """A checkpoint could not be written, or the files on disk differ from those that were written."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """The size and the digest of the content of a file."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> Content:
+        return cls(path.stat().st_size, _digest_of(path))
+
+
+def manifest_of(checkpoint: Path) -> Path:
+    """The path of the manifest of a file or of a directory."""
+    return checkpoint / _INSIDE if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.sha256")
+
+
+def write_manifest(checkpoint: Path, files: Mapping[str, Sequence[Content]]) -> None:
+    """Write the contents that each file may have: two of them while one file replaces another."""
+    manifest = manifest_of(checkpoint)
+    part = manifest.with_name(f"{manifest.name}.part")
+    with open(part, "w") as file:
+        json.dump({"files": {name: [asdict(one) for one in contents] for name, contents in files.items()}}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, manifest)
+
+
+def known_contents(checkpoint: Path) -> dict[Path, list[Content]]:
+    """The files of a checkpoint and the contents that they may have. OSError, ValueError: no readable manifest."""
+    document = json.loads(manifest_of(checkpoint).read_text())
+    try:
+        files = _files_of(document)
+        known = {name: [Content(int(one["bytes"]), str(one["sha256"])) for one in files[name]] for name in files}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a manifest: {type(error).__name__}: {error}") from error
+    if checkpoint.is_dir():
+        return {checkpoint / name: contents for name, contents in known.items()}
+    (contents,) = known.values() if known else ([],)  # under any name: the file may have been renamed
+    return {checkpoint: contents}
+
+
+def _files_of(document: Any) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """The files of a manifest. Earlier versions wrote two other forms, for files and for directories."""
+    if isinstance(document.get("files"), dict):
+        files: Mapping[str, Sequence[Mapping[str, Any]]] = document["files"]
+        return files
+    if "contents" in document:
+        return {document["file"]: document["contents"]}
+    return {name: [content] for name, content in document.items()}
+
+
+def check(checkpoint: Path, known: Mapping[Path, Sequence[Content]], hint: str = "") -> None:
+    """Compare the files of a checkpoint with their known contents."""
+    fault = _fault(checkpoint, known)
+    if fault:
+        raise CheckpointError(f"the checkpoint {checkpoint} is damaged: {fault}.{hint}{others_beside(checkpoint)}")
+
+
+def _fault(checkpoint: Path, known: Mapping[Path, Sequence[Content]]) -> str:
+    for file, contents in known.items():
+        name, of_it = ("it", "its content") if file == checkpoint else (file.name, f"the content of {file.name}")
+        if not file.exists():
+            return f"{name} is missing"
+        size = file.stat().st_size
+        if all(content.bytes != size for content in contents):
+            written = contents[0].bytes
+            return f"{name} has {size:,} bytes, and {written:,} were written (cut off, or changed by something else)"
+        digest = _digest_of(file)
+        if all(content.sha256 != digest for content in contents):
+            expected = contents[0].sha256
+            return f"{of_it} differs from the saved one (SHA-256 {digest[:16]}..., expected {expected[:16]}...)"
+    return ""
+
+
+def others_beside(damaged: Path) -> str:
+    """A sentence on the newest intact checkpoint in the same folder, to continue with."""
+    candidates = [path for path in damaged.parent.glob("*.ckpt") if path != damaged]
+    for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            known = known_contents(path)
+            if all(known.values()) and not _fault(path, known):
+                return f" The newest intact checkpoint beside it: {path}"
+        except (OSError, ValueError):
+            continue
+    return " There is no other intact checkpoint beside it."
+
+
+def _digest_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Plain `.ckpt` files, each with a small manifest beside it, `NAME.ckpt.sha256`, that holds its size and digest.
+
+    The manifest holds the digest of the new content before the file is replaced, and that of the old content until then.
+    So the file is complete and has its digest in the manifest whenever the process ends.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if "://" in str(path) or storage_options is not None:  # object stores replace a file in one step anyway
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        part = target.with_name(f"{target.name}.part")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_dir():
+                raise CheckpointError(f"cannot write the checkpoint {target}: there is a directory of that name")
+            with open(part, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            content = Content.of(part)
+            write_manifest(target, {target.name: [content, *_written_before(target)][:2]})
+            os.replace(part, target)
+            write_manifest(target, {target.name: [content]})
+            _sync_directory(target.parent)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            with suppress(OSError):
+                part.unlink()
+            kept = f"The previous checkpoint is untouched: {target}." if target.exists() else ""
+            raise CheckpointError(f"the checkpoint {target} could not be written: {error}. {kept}".rstrip()) from error
+
+    def load_checkpoint(
+        self, path: Any, map_location: Callable | None = lambda storage, loc: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Tensors are mapped from the file and read when they are used, so a rank reads only its part of a large file."""
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        if not Path(path).exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        try:
+            return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)  # type: ignore[arg-type]
+        except Exception as error:
+            if "mmap can only be used" in str(error):  # files of old versions of torch
+                return super().load_checkpoint(path, map_location, weights_only)
+            if "weights_only" in str(error).lower() or "Weights only" in str(error):
+                raise
+            raise CheckpointError(
+                f"the checkpoint {path} cannot be read: {error}{others_beside(Path(path))}"
+            ) from error
+
+    def remove_checkpoint(self, path: Any) -> None:
+        super().remove_checkpoint(path)
+        if "://" not in str(path):
+            manifest_of(Path(path)).unlink(missing_ok=True)
+
+
+def safe_by_default(io: CheckpointIO | None) -> CheckpointIO:
+    """The given plugin, with `SafeCheckpointIO` where it leaves the choice open."""
+    if isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
+        io.checkpoint_io = SafeCheckpointIO()
+    return SafeCheckpointIO() if io is None else io
+
+
+def verify(path: Any) -> None:
+    """Compare a checkpoint file with its manifest. Files without a manifest (from elsewhere) pass."""
+    file = Path(path)
+    if "://" in str(path) or not file.is_file():
+        return
+    contents = _written_before(file)
+    if contents:
+        check(file, {file: contents}, f" If it was changed on purpose, remove {manifest_of(file).name}.")
+
+
+def _written_before(file: Path) -> list[Content]:
+    """The contents in the manifest of a file; none if it has no readable manifest."""
+    try:
+        return known_contents(file).get(file, [])
+    except (OSError, ValueError):
+        return []
+
+
+def _sync_directory(path: Path) -> None:
+    with suppress(OSError):  # not supported by every file system
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

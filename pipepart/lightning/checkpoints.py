@@ -1,0 +1,92 @@
+"""Checkpoints of a model of which each rank holds a part: one plain file, as one device writes it, or a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
+
+from pipepart.lightning import sharded as shards
+from pipepart.lightning.checkpoint_files import CheckpointError, verify
+from pipepart.lightning.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
+from pipepart.lightning.ranks import Ranks
+from pipepart.runtime import StageRuntime
+from pipepart.runtime.failure import guarded
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """Saves and loads checkpoints. All ranks must call each method together."""
+
+    def __init__(self, ranks: Ranks, sharded: bool) -> None:
+        self._ranks, self._sharded = ranks, sharded
+
+    def model_state(self, runtime: StageRuntime) -> dict[str, Any]:
+        return runtime.parts.own_state_dict() if self._sharded else runtime.parts.full_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return own_optimizer_state(plain) if self._sharded else full_optimizer_state(plain, runtime)
+
+    def save(
+        self, checkpoint: dict[str, Any], path: Any, runtime: StageRuntime, io: CheckpointIO, storage_options: Any
+    ) -> None:
+        """Write a checkpoint. If one rank cannot write, all ranks raise."""
+        if self._sharded:
+            shards.save(checkpoint, path, runtime, self._together)
+        else:
+            self._on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
+
+    def load(self, path: Any, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint. Rank 0 compares the files with their manifest; every rank reads the parts that it needs."""
+
+        def check() -> None:
+            shards.bring_back(path)
+            (shards.verify_shards if shards.is_sharded(path) else verify)(path)
+
+        self._on_rank_zero(check)
+        if shards.is_sharded(path):
+            return shards.load_rest(path, weights_only)
+        return io.load_checkpoint(path, weights_only=weights_only)
+
+    def load_model(self, checkpoint: Mapping[str, Any], runtime: StageRuntime, strict: bool) -> None:
+        """Load this stage's part of the model from a checkpoint that `load` has returned."""
+        if "pipepart_shards" in checkpoint:
+            shards.load_model(dict(checkpoint), runtime, strict)
+        else:
+            runtime.load_full_state_dict(dict(checkpoint["state_dict"]), strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Load this stage's part of the states of optimizers."""
+        for number, optimizer in enumerate(optimizers):
+            if "pipepart_shards" in checkpoint:
+                shards.load_optimizer(dict(checkpoint), number, optimizer)
+            else:
+                load_full_optimizer_state(optimizer, checkpoint["optimizer_states"][number])
+
+    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+        first = self._ranks.groups is None or self._ranks.groups.rank == 0
+        self._together(action if first else lambda: None)
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Run an action that may fail on one rank. If it does, all ranks raise the same message."""
+        failure: Exception | None = None
+        try:
+            action()
+        except Exception as error:
+            failure = error
+        failures: list[str | None] = [None]
+        if self._ranks.groups is not None:
+            failures *= self._ranks.mesh.world_size
+            with guarded(self._ranks.groups):  # not through the store of the job, which may be on the same full disk
+                dist.all_gather_object(failures, None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(failures):
+            if text is not None:
+                raise CheckpointError(f"rank {rank} failed: {text}")

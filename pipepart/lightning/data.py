@@ -1,0 +1,243 @@
+"""Data of a run: its first batch, which planning needs; the batches of a window; streams that end on all ranks together."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities._pytree import _tree_flatten as tree_flatten
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from pipepart.errors import PlanError
+
+__all__ = [
+    "batches_ahead",
+    "ends_together",
+    "needs_agreement",
+    "prepare",
+    "reopen",
+    "shared_example",
+    "steps_ahead",
+    "why_not_ahead",
+]
+
+
+# ---- the first batch
+
+
+def shared_example(trainer: Trainer, given: Any, broadcast: Callable[[Any], Any]) -> Any:
+    """The batch to record with, on every rank: the `given` one, or the first batch of rank 0. Every rank must call it."""
+    example = given
+    if given is None:
+        loader = _open_loader(trainer)
+        example = _first_batch(trainer, loader) if trainer.is_global_zero else None
+    example = broadcast(example)
+    return example if given is None and trainer.is_global_zero else trainer.strategy.batch_to_device(example)
+
+
+def _open_loader(trainer: Trainer) -> Any:
+    """The loader that the trainer is about to run. Every rank must call it (Lightning waits for all)."""
+    loop: Any = trainer.fit_loop if trainer.state.fn == TrainerFn.FITTING else trainer._active_loop
+    loop.setup_data()
+    loader = loop._combined_loader
+    if loader is None or not loader.flattened:
+        raise PlanError(
+            "there is no data to plan with: this run has no loader, or a limit of 0 batches. Give the strategy `example_batch`."
+        )
+    return loader
+
+
+def reopen(trainer: Trainer) -> None:
+    """Start the training data again, at the position of a checkpoint if there is one."""
+    loop: Any = trainer.fit_loop
+    if loop._data_fetcher is not None:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
+def steps_ahead(trainer: Trainer) -> float:
+    """The largest number of batches that the fit will train on, as far as it is known."""
+    by_steps = math.inf if trainer.max_steps < 0 else trainer.max_steps * trainer.accumulate_grad_batches
+    epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
+    return min(by_steps, epochs * trainer.num_training_batches) if epochs else 0
+
+
+def _first_batch(trainer: Trainer, loader: Any) -> Any:
+    """The first batch of a loader, as the step will receive it. The run still begins with this batch.
+
+    Random states (global ones, and the generators of loaders and samplers) and the positions of loaders that have one
+    (`state_dict`, `load_state_dict`) are restored. A dataset that cannot be iterated twice loses the batch; such a run
+    gives `example_batch` to the strategy instead.
+    """
+    # Training takes one batch of every loader at once, evaluation one loader after the other.
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    with isolate_rng(), _generators_kept(loader.flattened), _positions_kept(loader.flattened):
+        found = [next(iter(_unwrapped(one)), None) for one in (loader.flattened if fitting else loader.flattened[:1])]
+    if any(batch is None for batch in found):
+        raise PlanError("a loader of this run gave no batch; planning needs one to know the shapes")
+    return prepare(trainer, tree_unflatten(found, tree_flatten(loader.iterables)[1]) if fitting else found[0])
+
+
+def prepare(trainer: Trainer, batch: Any) -> Any:
+    """Convert and move a batch as the loops of Lightning do before a step."""
+    module: Any = trainer.lightning_module
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+@contextmanager
+def _positions_kept(loaders: list[Any]) -> Iterator[None]:
+    own = [_unwrapped(loader) for loader in loaders]
+    stateful = [one for one in own if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
+    states = [(loader, deepcopy(loader.state_dict())) for loader in stateful]
+    try:
+        yield
+    finally:
+        for loader, state in states:
+            loader.load_state_dict(state)
+
+
+@contextmanager
+def _generators_kept(loaders: list[Any]) -> Iterator[None]:
+    found: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for owner in (loader, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    states = [(generator, generator.get_state()) for generator in found.values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+# ---- the batches of a window
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class _Kept(Iterator[Any]):
+    """Iterator that can return its next items before they are taken."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source, self._kept = source, deque[Any]()
+
+    def __next__(self) -> Any:
+        return self._kept.popleft() if self._kept else next(self._source)
+
+    def look(self, count: int) -> list[Any]:
+        """The next `count` items, or as many as there are."""
+        while len(self._kept) < count:
+            try:
+                self._kept.append(next(self._source))
+            except StopIteration:
+                break
+        return list(self._kept)[:count]
+
+
+def batches_ahead(trainer: Trainer) -> list[Any]:
+    """The batches, as the loader gives them, that are accumulated with the present one and come after it.
+
+    They are taken from the iterator of Lightning early, kept, and passed on in the same order when Lightning asks for
+    them.
+    """
+    loop: Any = trainer.fit_loop
+    ready = loop.epoch_loop.batch_progress.current.ready  # includes the present one
+    left = -ready % trainer.accumulate_grad_batches
+    count = int(min(left, loop.max_batches - ready))
+    fetcher = loop._data_fetcher
+    if count < 1 or fetcher.done:
+        return []
+    if not isinstance(fetcher.iterator, _Kept):
+        fetcher.iterator = _Kept(fetcher.iterator)
+    found = list(fetcher.batches)  # Lightning itself reads loaders without a length one batch ahead
+    found += fetcher.iterator.look(count - len(found))
+    return [batch for batch, _, _ in found[:count]]
+
+
+def why_not_ahead(trainer: Trainer, module: LightningModule) -> str:
+    """The code of the user that must not see a batch early, as a name; empty if there is none."""
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    for hook in _HOOKS:
+        if is_overridden(hook, module, LightningModule):
+            return f"{type(module).__name__}.{hook}"
+        if datamodule is not None and is_overridden(hook, datamodule, LightningDataModule):
+            return f"{type(datamodule).__name__}.{hook}"
+    loader: Any = trainer.fit_loop._combined_loader
+    for one in loader.flattened if loader is not None else ():
+        if hasattr(_unwrapped(one), "state_dict"):
+            return f"{type(_unwrapped(one)).__name__}.state_dict"
+    return ""
+
+
+# ---- streams
+
+
+def needs_agreement(loader: Any) -> bool:
+    """Whether ranks may see different numbers of batches: with streams, not with datasets that have an index."""
+    if isinstance(loader, DataLoader):
+        return isinstance(loader.dataset, IterableDataset)
+    return not hasattr(loader, "__len__")
+
+
+def ends_together(loader: Any, reads: bool, agree: Callable[[bool], bool]) -> Any:
+    """The loader, which ends on all ranks when it ends on a rank that `reads` (the first stage of a replica).
+
+    ``agree(more)`` returns whether all ranks want to continue. Every rank calls it once for each batch.
+    """
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return _Stream(loader, reads, agree)
+    return _SizedStream(loader, reads, agree)
+
+
+def _unwrapped(loader: Any) -> Any:
+    """The loader of the user, for a rank that reads it alone."""
+    return loader._loader if isinstance(loader, _Stream) else loader
+
+
+class _Stream:
+    def __init__(self, loader: Any, reads: bool, agree: Callable[[bool], bool]) -> None:
+        self.__dict__.update(_loader=loader, _reads=reads, _agree=agree)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loader, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        batch: Any = _NOTHING
+        while True:
+            following = next(batches, _NOTHING)
+            if not self._agree(following is not _NOTHING or not self._reads):
+                return
+            # A stage that does not read the data gives its last batch to hooks, if its own stream was shorter.
+            batch = batch if following is _NOTHING else following
+            if batch is _NOTHING:
+                raise PlanError("the stream of this rank is empty, while the first stage has data")
+            yield batch
+
+
+class _SizedStream(_Stream):
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+_NOTHING = object()

@@ -1,0 +1,247 @@
+"""Recorded steps of a module: makes their recordings, finds the one that holds for a batch, and runs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from pipepart.build import Built, Example, Job, Recorded, Step, add_step, build, example_microbatch
+from pipepart.build.rehearsal import rehearsed
+from pipepart.build.step_variants import Variants, leaves_ahead
+from pipepart.build.verification import verification
+from pipepart.errors import CaptureError
+from pipepart.lightning.announce import tell
+from pipepart.lightning.data import batches_ahead, prepare, why_not_ahead
+from pipepart.lightning.effects import Effects, record_with_effects
+from pipepart.lightning.materialise import empty_names
+from pipepart.lightning.replay import replay
+from pipepart.recording import Recording
+from pipepart.recording.model_state.places import Place
+from pipepart.runtime import StageRuntime
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import broadcast_object
+from pipepart.runtime.microbatch import Whole
+from pipepart.samples.numbers import NOT_KNOWN_AHEAD
+from pipepart.samples.pieces import pieces_of
+
+__all__ = ["RecordedSteps"]
+
+
+class RecordedSteps:
+    """The recordings of all steps of one module, with their effects."""
+
+    runtime: StageRuntime
+    """The runtime of the recordings; set by `build`."""
+
+    def __init__(self, job: Job, module: LightningModule) -> None:
+        self._job, self._module = job, module
+        self._trainable: tuple[bool, ...] = ()
+        """For each parameter, whether it was trained when the training step was recorded last."""
+        self.effects: dict[str, Effects] = {}
+        """The effects of each recording, by its name."""
+        self.variants: dict[str, Variants] = {}
+        """The recordings of each step."""
+        self.empty = bool(empty_names(module))
+        """Whether the model was built on the meta device, so that no rank has ever held all of it."""
+        self._continues = False
+        """Gradients of earlier batches are kept for the next batch, to make one step of the optimizer."""
+        self._seconds: list[float] = []
+
+    def build(self, step: str, batch: Any) -> Built:
+        """Record the first step on a batch, agree on a plan, and keep this rank's stage. Every rank must call it."""
+        trains = step == "training_step"
+        first = Step(step, lambda example: self._record(step, step, example), trains)
+        built = build(self._job, first if trains else replace(first, mode=self._module.eval), batch)
+        self.runtime = built.runtime
+        self.effects[step] = replace(self.effects[step], checked=built.samples.checked)
+        self.variants[step] = Variants(step, [step], 1)
+        return built
+
+    def describe(self, step: str, built: Built) -> str:
+        """Notes on the recording and on its samples, and the verification if it was asked for, as lines."""
+        trainer, weighed, effects = self._module.trainer, self.runtime.weighed(step), self.effects[step]
+        notes = built.notes
+        if trainer.accumulate_grad_batches > 1:
+            notes += weighed.notes
+            hook = why_not_ahead(trainer, self._module) if weighed.needs_window else ""
+            notes += (f"{NOT_KNOWN_AHEAD} ({hook} prevents reading them in advance)",) if hook else ()
+        text = "".join(f"\nnote       {note}" for note in notes) + built.samples.lines
+        if built.reference is not None:
+            names = {built.recorded.recording.loss_index or 0: "loss", **effects.logged}
+            text += "\n" + verification(self.runtime, built.reference, names, effects.separate, self._job.context)
+        return text
+
+    # ---- steps
+
+    def start_fit(self, seconds: list[float]) -> None:
+        """Start a fit. The time of each training step, without the optimizer, is appended to `seconds`."""
+        self._seconds, self._continues = seconds, False
+
+    def train(self, batch: Any, batch_idx: int, loss_scale: float) -> Any:
+        """Forward and backward of all micro-batches, and the effects of the step. Returns its result."""
+        trainer, runtime = self._module.trainer, self.runtime
+        name, leaves = self._find("training_step", batch, batch_idx, None)
+        # Replicas exchange gradients once for each step of the optimizer; until then each keeps its own.
+        accumulates = trainer.fit_loop._should_accumulate()
+        ahead = [] if self._continues else self._leaves_ahead(name, batch_idx)
+        started = time.perf_counter()
+        result = runtime.train(
+            leaves,
+            draw_key=runtime.seeds.of_step("training_step", trainer.fit_loop.epoch_loop.batch_progress.total.ready),
+            reduce=self._job.mesh.replicas == 1 or not accumulates,
+            continues=self._continues,
+            ahead=ahead,
+            loss_scale=loss_scale / trainer.accumulate_grad_batches,
+            trace=runtime.tracing.due(len(self._seconds)),
+            outputs_everywhere=True,
+            separate=self.effects[name].separate,
+            context=self._job.context,
+            name=name,
+        )
+        self._continues = accumulates
+        self._seconds.append(time.perf_counter() - started)
+        return replay(self.effects[name], result, runtime.recording(name), self._module, runtime)
+
+    def evaluate(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> Any:
+        """Forward of all micro-batches, and the effects of the step. Returns its result."""
+        runtime, trained = self.runtime, self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        name, leaves = self._find(step, batch, batch_idx, loader)
+        result = runtime.evaluate(
+            name,
+            leaves,
+            separate=self.effects[name].separate,
+            context=self._job.context,
+            draw_key=runtime.seeds.of_step(step, trained, loader or 0, batch_idx),
+        )
+        return replay(self.effects[name], result, runtime.recording(name), self._module, runtime)
+
+    def _find(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> tuple[str, list[Any] | None]:
+        """The name of a recording that holds for this batch, and the leaves of the batch on the first stage.
+
+        If there is none, the step is recorded again. Every rank must call it.
+        """
+        key = step if loader is None else f"{step}:{loader}"
+        variants = self.variants.setdefault(key, Variants(key))
+        if step == "training_step" and _trainable(self._module) != self._trainable:
+            variants.names = []  # a part was frozen or unfrozen (fine-tuning callbacks)
+        for _ in range(2):
+            if variants.names:
+                name, leaves = variants.choose(self._flatten(batch, batch_idx, loader), self.runtime)
+                if name is not None:
+                    return name, leaves
+            self._add(variants, step, batch, batch_idx, loader)
+        raise CaptureError(f"{step}: the recording that was made on this batch does not hold for it")
+
+    def _leaves_ahead(self, name: str, batch_idx: int) -> list[list[Any] | None]:
+        """On the first stage, the leaves of the batches that are accumulated with this one, if their numbers are needed.
+
+        Every rank must call it: all take the same number of batches from their loaders.
+        """
+        trainer, runtime = self._module.trainer, self.runtime
+        if trainer.accumulate_grad_batches == 1 or not runtime.weighed(name).needs_window:
+            return []
+        if why_not_ahead(trainer, self._module):
+            return []
+        coming, recording = batches_ahead(trainer), runtime.recording(name)
+        if not runtime.is_first:
+            return []
+        return [
+            leaves_ahead(self._flatten(prepare(trainer, batch), index, None), recording, runtime.plan.microbatches)
+            for index, batch in enumerate(coming, batch_idx + 1)
+        ]
+
+    def rehearse(self, example: Any) -> float | None:
+        """The measured time of a training step on the example. None: the whole batch needs another recording."""
+        name, leaves = self.variants["training_step"].choose(self._flatten(example, 0, None), self.runtime)
+        if name is None:  # it is recorded when the batch is trained on
+            return None
+        return rehearsed(
+            self.runtime,
+            leaves,
+            outputs_everywhere=True,
+            separate=self.effects[name].separate,
+            context=self._job.context,
+            name=name,
+        )
+
+    def _record(
+        self,
+        name: str,
+        step: str,
+        example: Example,
+        loader: int | None = None,
+        batch_idx: int = 0,
+        numbers: Sequence[Place] = (),
+    ) -> Recorded:
+        training = step == "training_step"
+        with self._job.context(), torch.set_grad_enabled(training):
+            recording, effects = record_with_effects(
+                self._module, step, example.batch, batch_idx=batch_idx, dataloader_idx=loader, numbers=numbers,
+                batching=example.batching, others=example.others,
+            )  # fmt: skip
+        self.effects[name] = effects
+        if training:
+            self._trainable = _trainable(self._module)
+        return Recorded(recording, effects.reduced_otherwise, effects.averaged)
+
+    def _add(self, variants: Variants, step: str, batch: Any, batch_idx: int, loader: int | None) -> None:
+        """Record a step when it is first needed, or once more, on the batch of the first stage of this replica."""
+        name, runtime, groups = variants.new_name(), self.runtime, self._job.groups
+        if groups is not None:
+            with guarded(groups):
+                source = groups.rank_of_stage(runtime.plan.placement[0])
+                batch = broadcast_object(batch, source, groups, inside_replica=True)
+            if groups.rank != source:
+                batch = self._module.trainer.strategy.batch_to_device(batch)
+        options = replace(self._job.options, plan=None, microbatches=runtime.plan.microbatches)
+        part = example_microbatch(batch, options, self._job.mesh, self._module, fewer=True)
+
+        def record(example: Example) -> Recorded:
+            made: list[Recorded] = []
+
+            def make(numbers: Sequence[Place]) -> Recording:
+                made.append(self._record(name, step, example, loader, batch_idx, numbers))
+                return made[-1].recording
+
+            variants.record(make, runtime)
+            return made[-1]
+
+        # Tensors without values are recorded by their shapes.
+        with runtime.parts.by_shapes() if self.empty else runtime.parts.gathered():
+            leaves = self._flatten(part.batch, batch_idx, loader)
+            _, samples = add_step(self._job, runtime, Step(name, record, step == "training_step"), batch, part, leaves)
+        self.effects[name] = replace(self.effects[name], checked=samples.checked)
+        if samples.text:
+            tell(f"pipepart: {type(self._module).__name__}.{name}{samples.lines}\n")
+        for dropped in variants.added(name, runtime):
+            del self.effects[dropped]
+
+    def _flatten(self, batch: Any, batch_idx: int, loader: int | None) -> Callable[[Recording], list[Any]]:
+        """A function that returns the leaves of a batch and the numbers of its step, as a recording takes them."""
+        runtime, trainer = self.runtime, self._module.trainer
+        numbers = {
+            "batch_idx": batch_idx,
+            "global_step": trainer.global_step,
+            "current_epoch": trainer.current_epoch,
+            "dataloader_idx": loader or 0,
+        }
+
+        def flatten(recording: Recording) -> list[Any]:
+            wanted = {item.name for item in recording.inputs if item.kind == "number"}
+            own = {key: value for key, value in numbers.items() if key in wanted}
+            leaves = recording.flatten((batch,), own)
+            pieces = pieces_of(batch, runtime.root, runtime.options.batch_dim, False, runtime.plan.microbatches)
+            if pieces is None:
+                return leaves
+            return Whole(leaves, pieces, batch, lambda part: recording.flatten((part,), own))
+
+        return flatten
+
+
+def _trainable(module: LightningModule) -> tuple[bool, ...]:
+    return tuple(parameter.requires_grad for parameter in module.parameters())

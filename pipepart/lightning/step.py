@@ -1,0 +1,198 @@
+"""Record a step of a LightningModule: its loss, its logged values, and the counters that it reads.
+
+While a step is recorded, the module has other members: `log` and `log_dict` collect extra outputs, counters are inputs of
+the graph, `trainer` is a view of the real one, and methods that belong to manual optimization raise.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from pipepart.errors import CaptureError
+from pipepart.recording import ExtraOutput, Recording, record_step
+from pipepart.recording.inputs.batching import Batching
+from pipepart.recording.model_state.places import Place
+from pipepart.recording.model_state.reads import active
+from pipepart.recording.step import register_steps
+from pipepart.recording.trace.symbols import is_tracked, plain
+
+__all__ = ["Logs", "detached", "record_lightning_step", "with_class"]
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_COUNTERS = ("global_step", "current_epoch")
+_OF_THE_RANK = {"is_global_zero": True, "global_rank": 0, "local_rank": 0, "node_rank": 0}
+"""A step runs once over all stages, so it reads the values of a single process."""
+_MANUAL = ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer")
+_LOG_ARGUMENTS = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
+
+
+class Logs:
+    """Collects the logged values of each run of a step as extra outputs."""
+
+    def __init__(self) -> None:
+        self.extras: list[ExtraOutput] = []
+
+    @contextmanager
+    def running(self, module: nn.Module, batch: Any) -> Iterator[None]:
+        """Around one run of the step on `batch`."""
+        self.extras = []
+        yield
+
+    def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Called for ``self.log(name, value, **options)`` in the step."""
+        self.extras.append(ExtraOutput(name, detached(value), options))
+
+    def returned(self, result: Any) -> Any:
+        """The result of the step as the recording returns it."""
+        return result
+
+
+def record_lightning_step(
+    module: nn.Module,
+    step: str,
+    batch: Any,
+    *,
+    batch_idx: int = 0,
+    dataloader_idx: int | None = None,
+    numbers: Sequence[Place] = (),
+    batching: Batching | None = None,
+    others: Sequence[Any] = (),
+    logs: Logs | None = None,
+) -> Recording:
+    """Record ``training_step`` (or another step) of a LightningModule on an example batch.
+
+    The leaves of the batch are inputs, and so are ``batch_idx``, ``dataloader_idx`` if it is given, ``global_step``,
+    ``current_epoch``, and the numbers of the Python state at the places `numbers`. `batching` tells which leaves hold the
+    samples; `others` are further batches, for batches from which no rows can be removed. `logs` makes the extra outputs.
+    """
+    if step not in _STEPS:
+        raise CaptureError(f"unknown step {step!r}: expected one of {', '.join(_STEPS)}")
+    if getattr(module, "automatic_optimization", True) is False and step == "training_step":
+        raise CaptureError(
+            f"{type(module).__name__}: automatic_optimization=False; manual optimization cannot be recorded, "
+            "since the step itself would run backward and the optimizer. Return the loss instead"
+        )
+    collected = Logs() if logs is None else logs
+    given = {"batch_idx": batch_idx}
+    if dataloader_idx is not None:
+        given["dataloader_idx"] = dataloader_idx
+    given.update({name: int(getattr(module, name, 0)) for name in _COUNTERS})
+    method = getattr(type(module), step)
+    names = list(inspect.signature(method).parameters)[1:]
+
+    def run(own: Any, number: dict[str, Any]) -> tuple[Any, list[ExtraOutput]]:
+        named = {name: number[name] for name in ("batch_idx", "dataloader_idx") if name in names and name in number}
+        position = [number["batch_idx"]] if len(names) > 1 and "batch_idx" not in names else []
+        counters = {name: number[name] for name in _COUNTERS}
+        with _recording_view(module, counters, collected), collected.running(module, own):
+            result = collected.returned(getattr(module, step)(own, *position, **named))
+        return result, collected.extras
+
+    recording = record_step(
+        module, step, run, batch, given, entry=method, numbers=numbers, batching=batching, others=others
+    )
+    if step == "training_step" and recording.loss_index is None:
+        raise CaptureError(
+            f"{type(module).__name__}.training_step returned no loss: expected a scalar tensor that requires grad, or a "
+            f"dict with one under 'loss'; got {recording.output_tree}"
+        )
+    return recording
+
+
+def _has_step(module: nn.Module, name: str) -> bool:
+    return name in _STEPS and hasattr(module, "automatic_optimization")
+
+
+register_steps(_has_step, record_lightning_step)
+
+
+class _TrainerView:
+    """Replaces the trainer while a step is recorded: counters are inputs, other attributes are those of the trainer."""
+
+    def __init__(self, trainer: Any, counters: Mapping[str, Any]):
+        self.__dict__.update(_trainer=trainer, _counters=counters)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._counters:
+            return self._counters[name]
+        if name in ("optimizers", "lr_scheduler_configs", "strategy"):
+            raise CaptureError(
+                f"the step reads trainer.{name}, which changes from step to step and is not part of the graph; "
+                "to log the learning rate use lightning's LearningRateMonitor"
+            )
+        if self._trainer is None:
+            raise CaptureError(
+                f"the step reads trainer.{name}, and the module has no trainer yet; attach one, or record inside fit"
+            )
+        if name in _OF_THE_RANK:
+            return _OF_THE_RANK[name]
+        reads = active()
+        return getattr(self._trainer, name) if reads is None else reads.of_trainer(self._trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise CaptureError(f"the step sets trainer.{name}; a recorded step has no such side effects")
+
+
+@contextmanager
+def with_class(thing: Any, members: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the class of `thing` is a subclass with these members, under the same name."""
+    original = type(thing)
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    object.__setattr__(thing, "__class__", type(original.__name__, (original,), {**names, **members}))
+    try:
+        yield
+    finally:
+        object.__setattr__(thing, "__class__", original)
+
+
+@contextmanager
+def _recording_view(module: nn.Module, counters: Mapping[str, Any], logs: Logs) -> Iterator[None]:
+    """Inside, the module has the members that its step sees while it is recorded."""
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        options = {**dict(zip(_LOG_ARGUMENTS, args)), **options}
+        if is_tracked(options.get("batch_size")):
+            del options["batch_size"]  # it follows the batch: the size of the whole batch is used after each step
+        logs.log(name, value, {key: plain(option) for key, option in options.items()})
+
+    def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
+        for name, value in dictionary.items():
+            log(name, value, *args, **options)
+
+    view = _TrainerView(getattr(module, "_trainer", None), counters)
+    members: dict[str, Any] = {name: property(partial(_read, counters, name)) for name in counters}
+    members["trainer"] = property(lambda self: view)
+    attributes = {"log": log, "log_dict": log_dict, **{name: partial(_refuse, name) for name in _MANUAL}}
+    module.__dict__.update(attributes)
+    try:
+        with with_class(module, members):
+            yield
+    finally:
+        for name in attributes:
+            module.__dict__.pop(name, None)
+
+
+def _read(counters: Mapping[str, Any], name: str, module: nn.Module) -> Any:
+    return counters[name]
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(
+        f"the step calls self.{name}: optimizers and schedulers are not part of a recorded step; return the loss "
+        "and let the trainer optimize (to log the learning rate use lightning's LearningRateMonitor)"
+    )
+
+
+def detached(value: Any) -> Any:
+    """A logged value without its gradient."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value

@@ -1,0 +1,150 @@
+"""Wholeness of a module: it is cut into parts when a run starts, and made whole when the run has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import nn
+from torch.optim import Optimizer
+
+from pipepart.errors import PipelineError
+from pipepart.lightning.materialise import empty_names
+from pipepart.lightning.metrics import ConnectedMetrics
+from pipepart.lightning.optimizers import states_to_host
+from pipepart.lightning.ranks import Ranks
+from pipepart.runtime import StageRuntime
+
+__all__ = ["Wholeness", "move_to_device"]
+
+_CUT = "_pipepart_cut"
+"""Attribute of a module of which this process holds only a part: the runtime that can make it whole."""
+
+
+class _Cut:
+    """Holds the runtime of a module in parts. Copies and pickles of the module do not contain the runtime."""
+
+    def __init__(self, runtime: StageRuntime | None = None) -> None:
+        self.runtime = runtime
+
+    def __reduce__(self) -> Any:
+        return _Cut, ()
+
+
+def move_to_device(module: nn.Module, device: torch.device) -> None:
+    """Move a module. Tensors on the meta device stay there until they are filled; `Module.to` would raise for them."""
+    if not empty_names(module):
+        module.to(device)
+        return
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    _update_properties(module, device=device)
+
+
+class Wholeness:
+    """The state of a module before, between and after runs: cut by a runtime, whole, or locked in parts."""
+
+    def __init__(self, ranks: Ranks, after: str) -> None:
+        self._ranks, self._after = ranks, after
+        self.runtime: StageRuntime | None = None
+        """The runtime that has cut the module; None if there is no plan."""
+        self._metrics: ConnectedMetrics | None = None
+        self._runs = 0
+
+    def enter(self, module: LightningModule, fitting: bool) -> None:
+        """Start a run: keep the cut of an earlier run if it still fits. Otherwise the pipeline is not set up."""
+        self._runs += 1
+        left = module.__dict__.get(_CUT)
+        if left is not None and left.runtime is not None and left.runtime is not self.runtime:  # of another trainer
+            module.__dict__.pop(_CUT)
+            left.runtime.parts.make_whole()
+        runtime = self.runtime
+        if runtime is None:
+            return
+        planned = runtime.root is module and (runtime.has("training_step") or not fitting)
+        if not planned or (runtime.parts.whole and not runtime.parts.same_model):
+            self.make_whole()
+        elif self._ranks.groups is not None:
+            if runtime.parts.whole:
+                runtime.parts.cut_again()
+                move_to_device(module, self._ranks.device)
+            runtime.parts.unlock()
+            self.connect()
+
+    def connect(self) -> None:
+        """Connect the metrics of the module in parts, and mark the module."""
+        assert self.runtime is not None
+        if self._metrics is not None:
+            self._metrics.release()
+        self._metrics = ConnectedMetrics(self.runtime.root, self.runtime)
+        if self._ranks.groups is not None:
+            self.runtime.root.__dict__[_CUT] = _Cut(self.runtime)
+
+    def make_whole(self) -> None:
+        """Gather all values on every rank and forget the plan. All ranks must call it together."""
+        if self._metrics is not None:
+            self._metrics.release()
+        runtime, self.runtime, self._metrics = self.runtime, None, None
+        if runtime is not None:
+            runtime.root.__dict__.pop(_CUT, None)
+            if not runtime.parts.whole:
+                runtime.parts.make_whole()
+
+    def leave(self, module: LightningModule, optimizers: Sequence[Optimizer], empty: bool) -> None:
+        """End a run: make the module whole, as after a run on one device, or lock it in parts.
+
+        A module that is `empty`, built on the meta device, stays in parts.
+        """
+        runtime = self.runtime
+        if runtime is None or self._ranks.groups is None or runtime.parts.whole:
+            return
+        if module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            runtime.parts.lock("the run was interrupted")
+            return
+        if empty or self._after == "parts":
+            runtime.parts.lock("it was built on the meta device" if empty else "after='parts' was asked for")
+            return
+        self._wait_for_all()
+        runtime.parts.make_whole(torch.device("cpu"))
+        if self._metrics is not None:
+            self._metrics.rest()
+        module.__dict__.pop(_CUT, None)
+        _update_properties(module, device=torch.device("cpu"))
+        states_to_host(optimizers)
+
+    def vote(self, text: str) -> None:
+        """Tell the other ranks how the run has ended on this rank. The call does not wait for other ranks."""
+        if self._ranks.groups is not None and dist.is_initialized():
+            _store().set(self._key(self._ranks.groups.rank), text)
+
+    def _key(self, rank: int) -> str:
+        return f"pipepart/ended/{self._runs}/{rank}"
+
+    def _wait_for_all(self) -> None:
+        """Wait until the run has ended well on every rank. A rank that failed is not waited for: that is an error."""
+        assert self._ranks.groups is not None
+        self.vote("well")
+        own, timeout = self._ranks.groups.rank, self._ranks.timeout
+        deadline = time.monotonic() + timeout
+        for rank in range(self._ranks.mesh.world_size):
+            while not _store().check([self._key(rank)]):
+                if time.monotonic() > deadline:
+                    raise PipelineError(
+                        f"rank {rank} has not ended its run within {timeout:.0f} s after rank {own}: it is stopped, "
+                        "stuck, or still at work (then a larger timeout helps)."
+                    )
+                time.sleep(0.002)
+            answer = _store().get(self._key(rank)).decode(errors="replace")
+            if answer != "well":
+                raise PipelineError(
+                    f"the run has ended on rank {own}, but rank {rank} {answer}. The module stays in parts."
+                )
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
