@@ -27,10 +27,10 @@ from pipepart.recording.inputs.batching import BatchDim
 from pipepart.recording.model_state.places import Place
 from pipepart.runtime.device import limit_threads
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.launch import join_job, processes_on_this_host, world_size
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
+from pipepart.runtime.rendezvous import join_job, processes_on_this_host, world_size
 from pipepart.samples.pieces import pieces_of
 from pipepart.samples.window import NOT_KNOWN_AHEAD, CountsAlike
 from pipepart.schedule import Timeline

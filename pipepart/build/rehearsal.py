@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +45,12 @@ def _step(runtime: StageRuntime, leaves: Sequence[Any] | None, options: dict[str
     started = time.perf_counter()
     runtime.train(leaves, **options)
     seconds = time.perf_counter() - started
-    _as_between_steps(runtime.drop_gradients(), runtime.device)
+    _as_between_steps(runtime.parameters.take_gradients().values(), runtime.device)
     return seconds
 
 
 @torch.no_grad()
-def _as_between_steps(gradients: Sequence[torch.Tensor], device: torch.device) -> None:
+def _as_between_steps(gradients: Iterable[torch.Tensor], device: torch.device) -> None:
     """Leave the caches as a run does: an optimizer has gone through its state, and a trainer has run its hooks.
 
     A step of a small model takes a quarter longer after that than right after another step.

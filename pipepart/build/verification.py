@@ -19,7 +19,7 @@ from pipepart.recording import Recording
 from pipepart.recording.model_state.state import is_abstract
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
-from pipepart.runtime.microbatch import Whole, cut_batch, merge_outputs
+from pipepart.runtime.microbatch import Whole, merge_outputs, split_batch
 from pipepart.runtime.stage import StageRuntime
 from pipepart.samples.lockstep import evaluating
 from pipepart.samples.pieces import Pieces
@@ -65,7 +65,7 @@ def reference_of(
     container = container_cut(recording, args, kwargs, pieces)
     if container is not None:
         leaves = Whole(leaves, container.pieces, container.batch, container.flatten)
-    cut, sizes = cut_batch(recording, leaves, microbatches)
+    cut, sizes = split_batch(recording, leaves, microbatches)
     with evaluating(recording.root):
         whole, whole_gradients = _run(recording, [leaves], [1.0], context)
     with evaluating(recording.root):
@@ -88,7 +88,7 @@ def verification(
         return f"verify     not possible: {reference.reason}"
     with evaluating(runtime.root):
         result = runtime.train(reference.leaves, outputs_everywhere=True, separate=separate, context=context)
-        gradients = runtime.take_gradients()
+        gradients = runtime.parameters.take_gradients()
     rows: list[tuple[str, ...]] = [("", "whole batch", "micro-batches", "pipeline")]
     for index, name in names.items():
         if index in separate or not _is_number(reference.whole[index]):

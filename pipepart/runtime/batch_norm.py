@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipepart.errors import ConfigError
 from pipepart.recording import Chunk
-from pipepart.runtime.recompute import running_again
+from pipepart.runtime.randomness import running_again
 
 __all__ = ["BatchStatistics"]
 

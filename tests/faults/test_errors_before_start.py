@@ -49,7 +49,7 @@ def test_mesh_follows_from_what_is_given() -> None:
 
 def test_batch_smaller_than_the_microbatches() -> None:
     with pytest.raises(
-        PlanError, match=r"a batch of 3 sample\(s\) cannot be cut into 4 micro-batches.*microbatches=3 or less"
+        PlanError, match=r"a batch of 3 sample\(s\) cannot be split into 4 micro-batches.*microbatches=3 or less"
     ):
         Pipeline(MLP().double(), MLP.batch(3), microbatches=4)
 
@@ -98,7 +98,7 @@ def _small_last_batch_only():
 
 
 def test_microbatches_that_no_batch_can_fill_in_a_trainer() -> None:
-    with pytest.raises(RanksFailed, match=r"a batch of 8 sample.* cannot be cut into 16 micro-batches"):
+    with pytest.raises(RanksFailed, match=r"a batch of 8 sample.* cannot be split into 16 micro-batches"):
         run_ranks(2, _small_last_batch_only)
 
 

@@ -22,7 +22,7 @@ JOB = """
     from datetime import timedelta
     from pathlib import Path
     import torch.distributed as dist
-    from pipepart.runtime.launch import join_job
+    from pipepart.runtime.rendezvous import join_job
 
     join_job(timedelta(seconds=240))
     dist.barrier()
