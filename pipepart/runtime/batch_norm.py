@@ -1,6 +1,6 @@
-"""Running statistics of BatchNorm that change once per batch, as without micro-batches, and not once per micro-batch.
+"""Running statistics of BatchNorm that are updated once per batch instead of once per micro-batch.
 
-What is normalised with stays the statistics of each micro-batch: the next micro-batch cannot be waited for.
+Each micro-batch is still normalised with its own statistics, since those of the next micro-batch are not known yet.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["BatchStatistics"]
 
 @dataclass
 class _Sums:
-    """Of one layer over the micro-batches of a step, per channel."""
+    """Sums of one layer over the micro-batches of a step, per channel."""
 
     count: int = 0
     total: torch.Tensor | None = None
     squares: torch.Tensor | None = None
 
     def add(self, count: int, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """`variance` is the unbiased one, which BatchNorm keeps."""
+        """Add the statistics of a micro-batch. `variance` is the unbiased variance, which BatchNorm keeps."""
         mean, variance = mean.double(), variance.double()
         total = mean * count
         squares = variance * max(count - 1, 0) + mean.square() * count
@@ -45,8 +45,11 @@ class _Sums:
 
 
 class BatchStatistics:
-    """The BatchNorm layers of one stage. With momentum 1 a layer's buffers hold exactly what it saw last: they are read
-    after every call, put together, and given back as one update at the end of the step."""
+    """The BatchNorm layers of one stage.
+
+    With momentum 1 the buffers of a layer hold the statistics of its last call. They are read after every call, summed,
+    and applied as one update at the end of the step.
+    """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._layers: list[_BatchNorm] = []
@@ -59,13 +62,11 @@ class BatchStatistics:
 
     @contextmanager
     def one_update(self) -> Iterator[None]:
-        """Around a training step."""
+        """Update the statistics once for the training step inside."""
         training = [layer for layer in self._layers if layer.training and layer.running_mean is not None]
         before = [_state(layer) for layer in training]
         self._sums = {}
-        hooks = [
-            layer.register_forward_hook(self._seen) for layer in training
-        ]  # for the step only: they are the user's
+        hooks = [layer.register_forward_hook(self._seen) for layer in training]
         for layer in training:
             layer.momentum = 1.0
         try:
@@ -74,7 +75,7 @@ class BatchStatistics:
             for hook in hooks:
                 hook.remove()
             for layer, state in zip(training, before):
-                self._give_back(layer, state)
+                self._update(layer, state)
 
     def _seen(self, layer: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
         assert isinstance(layer, _BatchNorm)
@@ -86,7 +87,7 @@ class BatchStatistics:
             )
 
     @torch.no_grad()
-    def _give_back(self, layer: _BatchNorm, state: _State) -> None:
+    def _update(self, layer: _BatchNorm, state: _State) -> None:
         layer.momentum = state.momentum
         assert layer.running_mean is not None and layer.running_var is not None
         layer.running_mean.copy_(state.mean)
@@ -94,7 +95,7 @@ class BatchStatistics:
         if layer.num_batches_tracked is not None and state.batches is not None:
             layer.num_batches_tracked.copy_(state.batches)
         sums = self._sums.get(id(layer))
-        if sums is None:  # it was not called
+        if sums is None:  # the layer was not called
             return
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
@@ -124,10 +125,10 @@ def _state(layer: _BatchNorm) -> _State:
 
 
 def _refuse_functions(chunk: Chunk) -> None:
-    """A bare call has no layer whose buffers could be read."""
+    """Refuse calls of the function, which have no layer whose buffers can be read."""
     for node in chunk.module.graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") in ("batch_norm", "native_batch_norm"):
             raise ConfigError(
-                f"batch_norm='batch' needs torch.nn.BatchNorm layers, and {node.name!r} is a call of the function "
-                f"{node.target.__name__}: use the layer, or batch_norm='microbatch'"
+                f"batch_norm='batch' needs torch.nn.BatchNorm layers, but {node.name!r} is a call of the function "
+                f"{node.target.__name__}. Use the layer, or batch_norm='microbatch'."
             )
