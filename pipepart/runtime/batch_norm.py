@@ -5,7 +5,7 @@ Each micro-batch is still normalised with its own statistics, since those of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +64,11 @@ class BatchStatistics:
     def one_update(self) -> Iterator[None]:
         """Update the statistics once for the training step inside."""
         training = [layer for layer in self._layers if layer.training and layer.running_mean is not None]
-        before = [_state(layer) for layer in training]
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        before = [
+            (layer.momentum, {name: b.clone() for name in names if (b := getattr(layer, name)) is not None})
+            for layer in training
+        ]
         self._sums = {}
         hooks = [layer.register_forward_hook(self._seen) for layer in training]
         for layer in training:
@@ -74,8 +78,8 @@ class BatchStatistics:
         finally:
             for hook in hooks:
                 hook.remove()
-            for layer, state in zip(training, before):
-                self._update(layer, state)
+            for layer, (momentum, buffers) in zip(training, before):
+                self._update(layer, momentum, buffers)
 
     def _seen(self, layer: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
         assert isinstance(layer, _BatchNorm)
@@ -87,41 +91,21 @@ class BatchStatistics:
             )
 
     @torch.no_grad()
-    def _update(self, layer: _BatchNorm, state: _State) -> None:
-        layer.momentum = state.momentum
-        assert layer.running_mean is not None and layer.running_var is not None
-        layer.running_mean.copy_(state.mean)
-        layer.running_var.copy_(state.variance)
-        if layer.num_batches_tracked is not None and state.batches is not None:
-            layer.num_batches_tracked.copy_(state.batches)
+    def _update(self, layer: _BatchNorm, momentum: float | None, before: Mapping[str, torch.Tensor]) -> None:
+        """Restore momentum and buffers of a layer, and apply the statistics of the step as one update."""
+        layer.momentum = momentum
+        for name, value in before.items():
+            getattr(layer, name).copy_(value)
         sums = self._sums.get(id(layer))
         if sums is None:  # the layer was not called
             return
+        assert layer.running_mean is not None and layer.running_var is not None
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
-        share = state.momentum if state.momentum is not None else 1.0 / float(layer.num_batches_tracked or 1)
+        share = momentum if momentum is not None else 1.0 / float(layer.num_batches_tracked or 1)
         mean, variance = sums.mean_and_variance()
         layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
         layer.running_var.lerp_(variance.to(layer.running_var.dtype), share)
-
-
-@dataclass(frozen=True)
-class _State:
-    momentum: float | None
-    mean: torch.Tensor
-    variance: torch.Tensor
-    batches: torch.Tensor | None
-
-
-def _state(layer: _BatchNorm) -> _State:
-    assert layer.running_mean is not None and layer.running_var is not None
-    batches = layer.num_batches_tracked
-    return _State(
-        layer.momentum,
-        layer.running_mean.clone(),
-        layer.running_var.clone(),
-        None if batches is None else batches.clone(),
-    )
 
 
 def _refuse_functions(chunk: Chunk) -> None:

@@ -16,12 +16,13 @@ from pipepart.runtime.chunked_step import TailRun
 from pipepart.runtime.deferred import WeightWork, deferring
 from pipepart.runtime.gradients import ReplicaMean
 from pipepart.runtime.mailbox import Forms, Inbox, Outbox, Routes, TensorSpec, Wire
+from pipepart.runtime.microbatch import MicrobatchSizes
 from pipepart.runtime.randomness import RandomState, recomputing
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
 from pipepart.schedule import Action, Message, Schedule, channels
 
-__all__ = ["Executor", "StageChunks", "StepWork"]
+__all__ = ["Executor", "PreparedBatch", "StageChunks", "StepWork"]
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,31 @@ class StageChunks:
     device: torch.device
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A batch split into micro-batches on the first stage, and its numbers on all stages."""
+
+    sizes: MicrobatchSizes
+    forms: tuple[int, ...]
+    """For each micro-batch a number for the shapes and types of its leaves."""
+    numbers: Mapping[str, float | tuple[float, ...]]
+    """Plain numbers of the batch (step counters, denominators) by input name; a tuple has one for each micro-batch."""
+    samples: int
+    denominator: float | None
+    """The denominator of the loss; None if the loss has several."""
+    batches: int | None
+    """The number of batches whose denominators the loss is divided by together; None: this batch alone."""
+    microbatches: Sequence[Mapping[str, Any]] | None
+    """For each micro-batch the leaves by input name, on the first stage only."""
+
+
+@dataclass(frozen=True)
 class StepWork:
     """The work of one step on one stage: the batch, and everything that is done along with its actions."""
 
-    forms: tuple[int, ...]
-    """For each micro-batch a number for the shapes and types of its leaves."""
+    batch: PreparedBatch
     scales: tuple[float, ...]
     """For each micro-batch the factor of its loss."""
-    numbers: Mapping[str, float | tuple[float, ...]]
-    """Plain numbers of the batch (step counters, denominators) by input name; a tuple has one for each micro-batch."""
-    microbatches: Sequence[Mapping[str, Any]] | None
-    """For each micro-batch the leaves by input name, on the first stage only."""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context of forwards (precision)."""
     mean: ReplicaMean | None = None
@@ -149,7 +163,7 @@ class _StepRun:
         self._outbox: Outbox | None = None
         if expected or any(source == stage.stage for source, _ in messages):
             assert stage.transport is not None
-            wire = Wire(stage.transport, stage.routes, known, stage.device, work.forms)
+            wire = Wire(stage.transport, stage.routes, known, stage.device, work.batch.forms)
             self._inbox, self._outbox = Inbox(wire, expected, self._gradient_specs), Outbox(wire)
 
     def perform(self, action: Action) -> None:
@@ -221,11 +235,11 @@ class _StepRun:
         """Return all imports of a chunk: from the batch, from chunks on this stage, or from other stages."""
         values: dict[str, Any] = {}
         if chunk.index == 0:
-            assert self._work.microbatches is not None, "the first stage has no batch"
-            values.update(self._work.microbatches[microbatch])
+            assert self._work.batch.microbatches is not None, "the first stage has no batch"
+            values.update(self._work.batch.microbatches[microbatch])
         for edge in chunk.imports:
             if edge.source == BATCH and edge.kind == "number":
-                number = self._work.numbers[edge.name]
+                number = self._work.batch.numbers[edge.name]
                 values[edge.name] = number[microbatch] if isinstance(number, tuple) else number
         for pair in self._routes.entering[chunk.index]:
             if self._routes.local(pair):

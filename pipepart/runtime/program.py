@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from pipepart.recording.execution.ops_run import resolve
 from pipepart.runtime.batch_norm import BatchStatistics
 from pipepart.runtime.chunked_step import ChunkedStep, StageInputs, TailRun
 from pipepart.runtime.deferred import defer_weights
-from pipepart.runtime.executor import Executor, StageChunks, StepWork
+from pipepart.runtime.executor import Executor, PreparedBatch, StageChunks, StepWork
 from pipepart.runtime.gradients import ReplicaMean
 from pipepart.runtime.mailbox import Routes
 from pipepart.runtime.microbatch import (
@@ -33,7 +33,7 @@ from pipepart.samples.tail import Tail
 from pipepart.samples.window import Window, open_window
 from pipepart.schedule import Schedule
 
-__all__ = ["PreparedBatch", "Program", "StepRequest", "StepResult"]
+__all__ = ["Program", "StepRequest", "StepResult"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +79,6 @@ class StepResult:
     """Samples of the batch, or of all replicas if the step needed numbers of all of them."""
 
 
-@dataclass(frozen=True)
-class PreparedBatch:
-    """A batch split into micro-batches on the first stage, and its numbers on all stages."""
-
-    sizes: MicrobatchSizes
-    forms: tuple[int, ...]
-    """For each micro-batch a number for the shapes and types of its leaves."""
-    numbers: Mapping[str, float | tuple[float, ...]]
-    """Plain numbers of the batch by input name; a tuple has one for each micro-batch."""
-    samples: int
-    denominator: float | None
-    """The denominator of the loss; None if the loss has several."""
-    batches: int | None
-    """The number of batches whose denominators the loss is divided by together; None: this batch alone."""
-    microbatches: Sequence[Mapping[str, Any]] | None
-    """For each micro-batch the leaves by input name, on the first stage only."""
-
-
 class Program:
     """The chunks of one recorded step on this stage."""
 
@@ -139,17 +121,8 @@ class Program:
             self._statistics.one_update() if train and self._statistics is not None else nullcontext(),
             seeded(key, self._device) if key is not None else nullcontext() as seed,
         ):
-            work = StepWork(
-                forms=batch.forms,
-                scales=tuple(weight * loss_scale for weight in weights),
-                numbers=batch.numbers,
-                microbatches=batch.microbatches,
-                context=context,
-                mean=mean,
-                trace=trace,
-                tail=tail,
-                seed=seed,
-            )
+            scales = tuple(weight * loss_scale for weight in weights)
+            work = StepWork(batch, scales, context, mean=mean, trace=trace, tail=tail, seed=seed)
             outputs = self._executor.run(self._schedule(len(sizes), forward=not train), work)
         if self._tail is not None:
             self._send_buffers(self._tail)

@@ -1,7 +1,8 @@
-"""The stage of one rank: its chunks of every recorded step, its parameters and their gradients."""
+"""The stage of one rank: runs its chunks of every recorded step, and holds its parameters and their gradients."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,20 +14,81 @@ from torch import nn
 from pipepart.graph import op_graph
 from pipepart.planning import transfer
 from pipepart.recording import Recording
-from pipepart.runtime.chunked_step import RecordedStep, StageInputs, chunk_step
+from pipepart.runtime.chunked_step import ChunkedStep, RecordedStep, StageInputs, chunk_step
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.gradients import Accumulation
 from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.parameters import StageParameters
 from pipepart.runtime.parts import Ownership, Parts
-from pipepart.runtime.program import StepRequest, StepResult
+from pipepart.runtime.program import Program, StepRequest, StepResult
 from pipepart.runtime.randomness import OpSeeds
-from pipepart.runtime.steps import Steps
-from pipepart.runtime.tracing import TraceBoard, TracePolicy
-from pipepart.runtime.transport import GroupTransport, Transport, choose_transport
+from pipepart.runtime.tracing import Trace, TraceBoard, TracePolicy
+from pipepart.runtime.transport import GroupTransport, Transport, choose_transport, share
 from pipepart.samples import Weighed
+from pipepart.samples.window import BATCHES_OF_OTHER_FORMS, CountsAlike, Window
 from pipepart.schedule import Timeline
 
 __all__ = ["StageRuntime"]
+
+
+class Steps:
+    """Runs the recorded steps of one stage."""
+
+    def __init__(
+        self, inputs: StageInputs, transport: Transport | None, parameters: StageParameters, traces: TraceBoard
+    ) -> None:
+        self._inputs, self._transport, self._parameters, self._traces = inputs, transport, parameters, traces
+        self.programs: dict[str, Program] = {}
+        """The recorded steps by name."""
+        self._accumulation = Accumulation()
+        self._window: Window | None = None
+        """The batches of the current optimizer step, on the first stage, if the loss needs their numbers together."""
+        self._position = 0
+
+    def add(self, name: str, step: ChunkedStep) -> None:
+        """Make a step ready to run under this name."""
+        self.programs[name] = Program(step, self._inputs, self._transport)
+
+    def train(self, name: str, request: StepRequest) -> StepResult:
+        """Run forward and backward of all micro-batches. `StageParameters` keeps the new gradients until `hand_over`."""
+        program, sync = self.programs[name], self._parameters.sync
+        with self._parameters.step(request.reduce) as gradients, guarded(self._inputs.groups):
+            trace = Trace(self._inputs.stage, self._inputs.device) if request.trace else None
+            if not request.continues:
+                self._window, self._position = self._open_window(program, request), 0
+            batch = program.prepare(request, self._window, self._position)
+            self._position += 1
+            earlier, new = self._accumulation.add(batch.denominator, request.continues, batch.batches)
+            gradients.scale_earlier(earlier)
+            mean = sync.mean if request.reduce else None
+            result = program.run(request, batch, request.loss_scale * new, mean, trace)
+            if request.reduce:
+                sync.reduce(gradients.parameters, trace)
+            if trace is not None:
+                self._traces.post(trace)
+        return result
+
+    def _open_window(self, program: Program, request: StepRequest) -> Window | None:
+        if not request.ahead or not self._inputs.is_first:
+            return None
+        window = program.open_window([request.leaves, *request.ahead])
+        if window is None:
+            warnings.warn(BATCHES_OF_OTHER_FORMS, CountsAlike, stacklevel=4)
+        return window
+
+    def evaluate(self, name: str, request: StepRequest) -> StepResult:
+        """Run the forward of all micro-batches."""
+        program = self.programs[name]
+        with guarded(self._inputs.groups):
+            return program.run(request, program.prepare(request))
+
+    def share(self, value: Any, source: int) -> Any:
+        """Return the plain value of stage `source` on all stages of the replica. Every stage must call it."""
+        groups = self._inputs.groups
+        if groups is None or self._transport is None:
+            return value
+        with guarded(groups):
+            return share(value, groups, self._transport, source, self._inputs.device)
 
 
 class StageRuntime:

@@ -73,5 +73,5 @@ def test_a_port_that_is_taken_is_named() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}, which cannot be listened on.*MASTER_PORT"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*MASTER_PORT"):
             local_store("127.0.0.1", port, 0, 2, timedelta(seconds=1))
