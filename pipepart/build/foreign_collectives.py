@@ -52,28 +52,22 @@ def collectives_refused(root: nn.Module) -> Iterator[None]:
         for name in _CALLS:
             if name in vars(kind):
                 stack.callback(setattr, kind, name, vars(kind)[name])  # getattr would bind it
-                setattr(kind, name, _refusing(getattr(kind, name), refuse))
+                setattr(kind, name, _refusing(getattr(kind, name), refuse, lambda group: group.size() > 1))
         if resolve is not None:  # functional collectives are ops that look up their group first
             stack.callback(setattr, functional, resolve.__name__, resolve)
-            setattr(functional, resolve.__name__, _refusing_any(resolve, refuse))
+            setattr(functional, resolve.__name__, _refusing(resolve, refuse, lambda group: True))
         yield
     if refused:
         raise refused[0]
 
 
-def _refusing(original: Callable[..., Any], refuse: Callable[[], None]) -> Callable[..., Any]:
+def _refusing(
+    original: Callable[..., Any], refuse: Callable[[], None], waits: Callable[[Any], bool]
+) -> Callable[..., Any]:
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if group.size() > 1:
+        if waits(group):
             refuse()
         return original(group, *args, **kwargs)
-
-    return call
-
-
-def _refusing_any(original: Callable[..., Any], refuse: Callable[[], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        refuse()
-        return original(*args, **kwargs)
 
     return call
 

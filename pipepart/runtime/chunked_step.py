@@ -1,4 +1,7 @@
-"""A recorded step divided into the chunks of a plan and, for steps that combine samples, a tail that runs once per batch."""
+"""The inputs of a stage, and recorded steps divided into the chunks of a plan.
+
+A step that combines samples has a tail, which runs once per batch after the last chunk.
+"""
 
 from __future__ import annotations
 

@@ -10,13 +10,12 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import error_of, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipepart import Pipeline, PipelineStrategy
 from pipepart.build import agreement
-from pipepart.errors import PipepartError
 
 
 class Model(L.LightningModule):
@@ -68,15 +67,6 @@ def _spoil(wanted: Any) -> Iterator[None]:
         agreement.split = split  # type: ignore[attr-defined]
 
 
-def _error(run: Callable[[], None]) -> str:
-    """The error of this rank as text, so that the pool of processes survives it."""
-    try:
-        run()
-    except PipepartError as error:
-        return str(error)
-    return "no error"
-
-
 def _pipeline(changes: bool) -> None:
     x = torch.randn(8, 6)
     model = Model()
@@ -104,5 +94,5 @@ def _trainer(step: str) -> None:
 )
 def test_wrong_chunks_are_found_by_all_ranks(run: Callable[[], None]) -> None:
     """The evaluation of a pipeline, a step that is recorded again since a flag has changed, and a step of a trainer."""
-    for text in run_ranks(2, _error, run):
+    for text in run_ranks(2, error_of, run):
         assert "Model: " in text and "2 chunks, the recorded graph" in text, text
