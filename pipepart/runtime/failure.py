@@ -107,7 +107,7 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 def _hang_report(groups: Groups, error: BaseException) -> str:
-    """Return which rank waits for what, as far as ranks have reported it, and the ranks that have reported nothing."""
+    """Return the transfers that ranks wait for, as far as they have reported them, and the ranks without a report."""
     said: dict[int, str] = {groups.rank: f"{groups.where} waits: {error}"}
     cause = None
     with suppress(Exception):

@@ -56,7 +56,7 @@ class Place:
             f"{self.kind} {self.name!r} lives on stage {self.stage} (rank {self.rank}); this rank holds no values of it, "
             f"and {use} needs them. Do one of these: put the code, on every rank, inside "
             "`with trainer.strategy.whole_parameters():` (with `Pipeline`: `with pipe.whole_parameters():`), where each rank "
-            f"sees all values and keeps what it writes to its own; leave out tensors of other stages (`if not "
+            f"sees all values and keeps the values that it writes to its own; leave out tensors of other stages (`if not "
             "tensor.is_meta`); or keep modules that need each other on one stage (`keep_together=[[path, path]]`)."
         )
 

@@ -1,4 +1,4 @@
-"""How the processes of a job find each other. On one host they listen on loopback only."""
+"""The meeting of the processes of a job in a shared store. On one host they listen on loopback only."""
 
 from __future__ import annotations
 
