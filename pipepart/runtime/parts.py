@@ -292,23 +292,28 @@ class Parts:
 
     def _homed_here(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of a state dict whose home is this stage, with all names of tied parameters."""
-        homes = {name: stages[0] for name, stages in self._ownership.parameters.items()} | dict(self._ownership.buffers)
-        first = {id(tensor): name for name, tensor in (*self.root.named_parameters(), *self.root.named_buffers())}
-        tensors = self._named_tensors()
-        here = [name for name, tensor in tensors.items() if homes[first[id(tensor)]] == self._stage]
-        found = {name: state[name].detach().cpu() for name in here if name in state}
+        homed = set(self._ownership.homed_at(self._stage))
+        objects = {id(p): name for name, p in self.root.named_parameters()}
+        buffers = {id(b): name for name, b in self.root.named_buffers()}
+        found = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            if name in state and objects[id(parameter)] in homed:
+                found[name] = state[name].detach().cpu()
+        for name, buffer in self.root.named_buffers(remove_duplicate=False):
+            if name in state and self._ownership.buffers[buffers[id(buffer)]] == self._stage:
+                found[name] = state[name].detach().cpu()
         if self._stage == self._last:  # entries that are neither, such as persistent states of metrics
+            tensors = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
+            tensors |= {name for name, _ in self.root.named_buffers(remove_duplicate=False)}
             found.update({name: value for name, value in state.items() if name not in tensors})
         return found
 
-    def _named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers by all their names."""
-        parameters = self.root.named_parameters(remove_duplicate=False)
-        return {**dict(parameters), **dict(self.root.named_buffers(remove_duplicate=False))}
-
     def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """Load the part of this stage from a state dict of the whole model."""
-        elsewhere = {name for name, tensor in self._named_tensors().items() if tensor.is_meta}
+        tensors = (
+            *self.root.named_parameters(remove_duplicate=False), *self.root.named_buffers(remove_duplicate=False),
+        )  # fmt: skip
+        elsewhere = {name for name, tensor in tensors if tensor.is_meta}
         result = self.root.load_state_dict({n: v for n, v in state.items() if n not in elsewhere}, strict=False)
         missing = [name for name in result.missing_keys if name not in elsewhere]
         missing += [name for name in self.state_dict() if name in elsewhere and name not in state]
