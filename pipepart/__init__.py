@@ -1,6 +1,6 @@
 """Pipeline-parallel training for any PyTorch model, as one line in a Lightning Trainer.
 
-Names are imported when they are first used, so that `import pipepart` costs nothing by itself.
+Names are imported on first use, so that `import pipepart` is fast.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def __dir__() -> list[str]:
 
 
 class _Register(MetaPathFinder):
-    """`Trainer(strategy="pipepart")` looks into Lightning's registry: the strategy enters it when Lightning is imported."""
+    """Registers the strategy for `Trainer(strategy="pipepart")` when Lightning is imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
         if fullname != "lightning.pytorch":
@@ -81,7 +81,7 @@ class _Register(MetaPathFinder):
         return spec
 
 
-limit_instructions()  # before torch chooses its instructions; costs nothing unless the CPU announces AMX
+limit_instructions()  # before torch chooses its instructions; has no effect unless the CPU has AMX
 if "lightning.pytorch" in sys.modules:
     import_module("pipepart.lightning")
 else:

@@ -1,4 +1,7 @@
-"""What can go wrong in a user's hands. Every message says what happened, where, what was expected, and what to do."""
+"""The error classes of users' errors. A message states the event, the place, the expected value and the remedy.
+
+Knows nothing of the other rooms.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,27 @@ __all__ = [
 
 
 class PipepartError(Exception):
-    """Base of all errors that pipepart raises for its users."""
+    """The base of all errors that pipepart raises for users."""
 
 
 class CaptureError(PipepartError):
-    """A model or a step cannot be recorded, or was recorded with something baked in that has changed."""
+    """A model or a step cannot be recorded, or a value that its recording depends on has changed."""
 
 
 class PartitionError(PipepartError):
-    """A graph cannot be cut as asked (too many stages, no room in memory, contradicting wishes)."""
+    """A graph cannot be divided as requested (too many stages, too little memory, contradictory options)."""
 
 
 class ScheduleError(PipepartError):
-    """A schedule is unknown, impossible, or breaks a dependency."""
+    """A schedule is unknown, impossible, or violates a dependency."""
 
 
 class PlanError(PipepartError):
-    """A plan does not fit the model, the devices or the batch, or its file is not a plan."""
+    """A plan does not fit the model, the devices or the batch, or its file has no plan."""
 
 
 class PipelineError(PipepartError):
-    """Something failed while the pipeline was running."""
+    """A running pipeline failed."""
 
 
 class ForeignTensorError(PipelineError):
@@ -47,11 +50,11 @@ class ForeignTensorError(PipelineError):
 
 
 class ConfigError(PipepartError):
-    """A configuration value is not usable."""
+    """A configuration value is invalid."""
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the nearest known one, and all that are known."""
+    """Return the end of an error message for an unknown name: the nearest known name, and all known names."""
     known = sorted(options)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""

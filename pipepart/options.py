@@ -1,4 +1,7 @@
-"""The options of a pipeline, which `PipelineStrategy`, `Pipeline` and the command line share."""
+"""The options of a pipeline, shared by `PipelineStrategy`, `Pipeline` and the command line.
+
+Knows plans; does not know processes or Lightning.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +19,32 @@ __all__ = ["Options", "words_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(PlanOptions):
-    """The one declaration of names, types and defaults. Options with an invalid value cannot be made.
+    """The declaration of names, types and defaults. An invalid value raises.
 
-    Signatures, the configuration and the tables of the docs repeat them for the reader; tests/test_options.py compares
+    Signatures, the configuration and the tables in the docs repeat them for the reader; tests/test_options.py compares
     each of them with this class.
     """
 
     plan: Plan | str | Path | None = None
-    """A plan that was saved, or the path of its file, which is read at once. Its stages and replicas are then used."""
+    """A plan, or the path of its file, which is read at once. It determines stages and replicas."""
     timeout: float = 300.0
-    """Seconds after which a transfer or collective that does not finish is an error."""
+    """Seconds after which an unfinished transfer or collective is an error."""
     transport: Literal["auto", "group", "shared_memory"] = "auto"
-    """How tensors travel between stages: ``group`` (gloo, NCCL), ``shared_memory``, or ``auto``: the faster that fits."""
+    """The transport between stages: ``group`` (gloo, NCCL), ``shared_memory``, or ``auto``: the faster possible one."""
     batch_norm: Literal["microbatch", "batch"] = "microbatch"
-    """When running statistics change: with every ``microbatch``, or once per ``batch``."""
+    """The update of running statistics: with every ``microbatch``, or once per ``batch``."""
     loss: Literal["batch", "microbatch"] = "batch"
-    """What a loss divides by (tokens, weights, samples): that of the whole ``batch``, over all micro-batches, replicas and
-    accumulated batches, as one process would; or that of each ``microbatch``, which then counts by its samples."""
+    """The denominator of a loss (tokens, weights, samples): that of the whole ``batch``, over all micro-batches, replicas
+    and accumulated batches, as in one process; or that of each ``microbatch``, whose weight is its share of samples."""
     randomness: Literal["op", "stage"] = "op"
-    """Random numbers of steps: seeded for each ``op`` that draws, so that they are the same for any number of stages and
-    any schedule; or from the stream of each ``stage``."""
+    """The source of random numbers: a seed for each ``op`` that draws, so that they are the same for any number of stages
+    and any schedule; or the stream of each ``stage``."""
     verify: bool = False
-    """Before training, hold the loss, logs and gradients of the pipeline against one process on the whole batch, and
-    print the table."""
+    """Compare the loss, logs and gradients of the pipeline with one process on the whole batch before training, and print
+    a table."""
     batch_dim: BatchDim = 0
-    """The dimension of the samples in the leaves of a batch, or a mapping from the paths of leaves to theirs (None: the
-    leaf is not cut). A module with a method ``split(batch, n)`` cuts its batches itself."""
+    """The dimension of samples in the leaves of a batch, or a mapping from paths of leaves to dimensions (None: the leaf is
+    not split). A module with a method ``split(batch, n)`` splits its batches itself."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,12 +71,12 @@ class Options(PlanOptions):
 
     @property
     def given_plan(self) -> Plan | None:
-        """`plan`, after its file was read."""
+        """The plan, after its file was read."""
         assert not isinstance(self.plan, (str, Path))
         return self.plan
 
 
 @cache
 def words_of(options: type, name: str) -> tuple[Any, ...]:
-    """The words that an option takes, which its type lists."""
+    """Return the values of an option that its type lists."""
     return get_args(get_type_hints(options)[name])

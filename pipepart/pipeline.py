@@ -1,4 +1,7 @@
-"""Pipelines for plain PyTorch loops: one process per device, started by torchrun."""
+"""`Pipeline` for plain PyTorch loops: one process per device, started by torchrun.
+
+Knows `build` and `runtime`; does not know Lightning or reports.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ from pipepart.recording.inputs.batching import BatchDim
 from pipepart.recording.model_state.places import Place
 from pipepart.runtime.device import limit_threads
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.launch import join_job, processes_on_this_host, world_size
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
+from pipepart.runtime.rendezvous import join_job, processes_on_this_host, world_size
 from pipepart.samples.numbers import NOT_KNOWN_AHEAD, EqualWeights
 from pipepart.samples.pieces import pieces_of
 from pipepart.schedule import Timeline
@@ -51,9 +54,9 @@ class Pipeline:
         optimizer.zero_grad()
     ```
 
-    `module_or_step` is a module whose forward returns the loss, or a bound method of a module that does. The example
-    has the shapes of a whole batch. Under `torchrun` every rank makes the same calls; the batch of the first stage of
-    each replica is the one that counts. `plan` takes a plan that was saved, or the path of its file.
+    `module_or_step` is a module whose forward returns the loss, or a bound method of a module that returns it. The example
+    has the shapes of a whole batch. Under `torchrun` every rank makes the same calls, and each replica uses the batch of
+    its first stage. `plan` is a plan or the path of its file.
     """
 
     def __init__(
@@ -87,24 +90,24 @@ class Pipeline:
         limit_threads(processes_on_this_host())
         groups = Groups.create(mesh, timedelta(seconds=timeout)) if mesh.world_size > 1 else None
         self._target = module_or_step
-        with guarded(groups):  # a rank that fails alone, wherever that is, is not waited for
+        with guarded(groups):  # no rank waits for one that has failed
             text = self._build(tuple(example_args), dict(example_kwargs or {}), options, mesh, groups)
         if text and (groups is None or groups.rank == 0):
             warnings.warn(text, SamplesMeet, stacklevel=2)
         self._variants = {name: Variants(name, [name], 1) for name in ("step", "evaluate")}
         self._nothing = nn.Parameter(torch.empty(0, device=self._device))
-        """What stands for the parameters of a stage that has none."""
+        """Stands in for the parameters of a stage without parameters."""
         self._tracing = False
         self._accumulating = False
         self._continues = False
-        """The last step was one of `accumulate`, and its gradients wait for the next."""
+        """The last step was inside `accumulate`, and its gradients are added to those of the next."""
         self.steps_done = self.evaluations_done = 0
-        """Counts that `randomness="op"` seeds by; set them when a run goes on from a checkpoint."""
+        """The counts from which `randomness="op"` derives seeds. Set them when a run is resumed from a checkpoint."""
 
     def _build(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, mesh: Mesh, groups: Groups | None
     ) -> str:
-        """Record on the first micro-batch, agree on a plan, keep this rank's stage; what to say of samples that meet."""
+        """Record on the first micro-batch, agree on a plan and keep the stage of this rank; return the text on samples."""
         root = _root_of(self._target)
         root.to(self._device)
         self._batch = trees.moved((args, kwargs), self._device)
@@ -151,7 +154,7 @@ class Pipeline:
 
     @property
     def module(self) -> nn.Module:
-        """The user's module: the whole tree of names. Any use of a parameter of another stage is an error that names it."""
+        """The module of the user with all its names. The use of a parameter of another stage raises an error that names it."""
         return self._runtime.root
 
     @property
@@ -160,26 +163,26 @@ class Pipeline:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """Replicas x stages as a `torch.distributed` mesh; None in a job of one process."""
+        """The replicas and stages as a `torch.distributed` mesh; None in a job of one process."""
         return self._runtime.groups.device_mesh if self._runtime.groups is not None else None
 
     # ---- running
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """One training step: all micro-batches forward and backward. Gradients are added to `.grad` of the local parameters.
+        """Run one training step and add its gradients to `.grad` of the parameters of this stage.
 
-        Returns what the step returned for the whole batch of this replica: the loss and other scalars on every rank;
-        tensors with a batch dimension are put together on the last stage (None elsewhere).
+        Returns the result for the whole batch of this replica: the loss and other scalars on every rank; tensors with a
+        batch dimension on the last stage (None elsewhere).
         """
         return self._step(args, kwargs, ())
 
     def steps(self, batches: Sequence[Sequence[Any] | Mapping[str, Any]]) -> list[Any]:
-        """One training step on each batch, whose gradients make one step of the optimizer; returns what each returned.
+        """Run one training step on each batch of a window, and return the result of each.
 
-        A batch is a tuple of arguments or a dict of keyword arguments. This is `accumulate` with all batches known from
-        the beginning: also a loss whose terms are divided by different numbers (`mlm / tokens + nsp / pairs`) is divided
-        by those of all batches. As in a loop that calls `backward` for each batch, `.grad` is `len(batches)` times the
-        gradient of all of them at once, and of a plain sum the gradient of all of them.
+        A batch is a tuple of arguments or a dict of keyword arguments. In contrast to `accumulate`, all batches are known
+        from the beginning, so that a loss whose terms have different denominators (`mlm / tokens + nsp / pairs`) is
+        divided by those of all batches. As in a loop that calls `backward` for each batch, `.grad` is `len(batches)` times
+        the gradient of all of them at once; for a plain sum it is the gradient of all of them.
 
         ```python
         pipe.steps([(inputs, targets) for inputs, targets in islice(loader, 4)])
@@ -202,7 +205,7 @@ class Pipeline:
         windowed = self._runtime.weighed(name).needs_window
         if windowed and self._accumulating and not self._continues and not ahead:
             warnings.warn(
-                f"{NOT_KNOWN_AHEAD}. Use Pipeline.steps([batch, batch]), which knows all of them.",
+                f"{NOT_KNOWN_AHEAD}. Use Pipeline.steps([batch, batch]), which gets all of them at once.",
                 EqualWeights,
                 stacklevel=3,
             )
@@ -225,9 +228,9 @@ class Pipeline:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Steps inside keep their gradients on this rank; the next step outside reduces all of them together.
+        """Keep the gradients of steps inside on this rank; the next step outside reduces all of them together.
 
-        All replicas must make the same number of steps inside.
+        All replicas must run the same number of steps inside.
 
         ```python
         with pipe.accumulate():
@@ -235,9 +238,9 @@ class Pipeline:
         pipe.step(second_half)  # now `.grad` has the sum of both, over all replicas
         ```
 
-        Batches count by what their losses are divided by (tokens, samples): `.grad` is twice the gradient of both
-        batches at once. If a loss has terms that are divided by different numbers, batches count alike here, and a warning
-        says so: `steps` takes all batches at once, and divides by their numbers together.
+        The weights of batches follow the denominators of their losses (tokens, samples): `.grad` is twice the gradient of
+        both batches at once. If terms of a loss have different denominators, the batches have equal weights, with a
+        warning. `steps` gets all batches at once, and is exact for such losses.
         """
         before, self._accumulating = self._accumulating, True
         try:
@@ -247,7 +250,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward in eval mode; the merged outputs are on every rank."""
+        """Run the forward in eval mode, and return the merged outputs on every rank."""
         was_training = self.module.training
         self.module.eval()
         key = self._runtime.seeds.of_step("evaluate", self.evaluations_done)
@@ -260,13 +263,13 @@ class Pipeline:
         return self._runtime.recording(name).unflatten(result.outputs)
 
     def _recording_for(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
-        """The name of a recording that holds for the Python state as it is, and on the first stage its leaves."""
+        """Return the name of a recording that holds for the current Python state and, on the first stage, its leaves."""
         variants, flatten = self._variants[step], self._flattener(args, kwargs)
         name, leaves = variants.choose(flatten, self._runtime, strict=True)
         if name is None:
             self._add(variants, step)
             name, leaves = variants.choose(flatten, self._runtime, strict=True)
-        if name is None:  # it holds for the example: the graph itself says why it does not for this batch
+        if name is None:  # the new recording holds for the example: the run raises the reason for this batch
             name = variants.names[0]
             leaves = flatten(self._runtime.recording(name)) if self._runtime.is_first else None
         return name, leaves
@@ -283,7 +286,7 @@ class Pipeline:
         return flatten
 
     def _leaves_ahead(self, name: str, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any] | None:
-        """The leaves of a batch that is trained on later; None if the recording does not hold for it."""
+        """Return the leaves of a later batch, or None if the recording does not hold for it."""
         return leaves_ahead(self._flattener(*call), self._runtime.recording(name), self.plan.microbatches)
 
     def _on_device(self, leaves: list[Any]) -> list[Any]:
@@ -291,7 +294,7 @@ class Pipeline:
 
     @torch.enable_grad()
     def _add(self, variants: Variants, step: str) -> None:
-        """Record once more, on the example: the Python state is not what it was."""
+        """Record the step on the example again, since the Python state has changed."""
         runtime, name = self._runtime, variants.new_name()
 
         def again(example: Example) -> Recorded:
@@ -311,7 +314,7 @@ class Pipeline:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Time every action of the training steps inside; `trace` then has the last one.
+        """Measure every action of the training steps inside. `trace` is the timeline of the last one.
 
         ```python
         with pipe.tracing():
@@ -329,40 +332,40 @@ class Pipeline:
     def trace(self) -> Timeline:
         """The measured timeline of the last traced step, of all stages of this replica."""
         if self._runtime.timeline is None:
-            raise PlanError("no step was traced: call step() inside `with pipe.tracing():`")
+            raise PlanError("no step was traced. Call step() inside `with pipe.tracing():`.")
         return self._runtime.timeline
 
     # ---- parameters
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this stage, for the optimizer of this rank.
+        """Return the parameters of this stage, for the optimizer of this rank.
 
-        A stage of a small model may have none. Optimizers refuse an empty list, so there is one without elements then; like
-        the others it has a gradient after a step.
+        A stage of a small model may have none. Optimizers refuse an empty list, so there is one parameter without elements
+        then, which has a gradient after a step like the others.
         """
         return iter(list(self._runtime.named_parameters().values()) or [self._nothing])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this stage with their full names; a stage may have none."""
+        """Return the parameters of this stage with their full names; a stage may have none."""
         return iter(self._runtime.named_parameters().items())
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients by their norm over the whole model; returns that norm."""
+        """Clip the gradients by their norm over the whole model, and return that norm."""
         return self._runtime.clip_grad_norm(list(self.parameters()), max_norm)
 
     def whole_parameters(self, gradients: bool = False) -> AbstractContextManager[None]:
-        """Inside, every rank sees all parameters (and gradients) and buffers of `module`. All ranks must enter together.
+        """Hold all parameters (and gradients) and buffers of `module` on every rank inside. All ranks must enter together.
 
-        What is written to a parameter inside holds on the stages that have it, so every rank must write the same.
+        Each stage keeps the values that are written to its parameters inside, so every rank must write the same values.
         """
         return self._runtime.parts.gathered(gradients)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole model by full names on rank 0, empty elsewhere. Every rank must call it."""
+        """Return the state of the whole model on rank 0, and an empty dict elsewhere. Every rank must call it."""
         return self._runtime.full_state_dict()
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Load this stage's part of a state dict of the whole model."""
+        """Load the part of this stage from a state dict of the whole model."""
         self._runtime.load_full_state_dict(state, strict)
 
 
@@ -376,6 +379,6 @@ def _root_of(module_or_step: nn.Module | Callable[..., Any]) -> nn.Module:
     if not isinstance(root, nn.Module):
         raise PlanError(
             f"expected a module or a bound method of a module, got {type(module_or_step).__name__}. "
-            "Put the step into a method of the module that holds the parameters."
+            "Make the step a method of the module that holds the parameters."
         )
     return root

@@ -1,161 +1,181 @@
-"""Putting a pipeline together: record on every rank, plan on rank 0, check that all agree, keep the own stage only."""
+"""Agreement on a plan: all ranks measure costs, rank 0 plans and proves the chunks, the others check that the plan fits.
+
+Where the number of micro-batches is free, several numbers are measured: more micro-batches leave a smaller bubble, larger
+ones use a device better, and the best number depends on the model. The search for a plan (`planning/search.py`) chooses.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from pipepart.build.counts import MeasuredCount, MeasuredCounts, measured_counts
-from pipepart.cost import OpCosts, profiled
+from pipepart.build.job import Job
+from pipepart.cost import OpCosts, profiled, whole_step
 from pipepart.cost.analytic import analytic
 from pipepart.cost.cluster import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
-from pipepart.planning import Plan, auto_microbatches, search, transfer
+from pipepart.planning import MicrobatchCount, Plan, neighbouring_counts, search, transfer
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
 from pipepart.planning.parameter_uses import parameter_sizes
+from pipepart.planning.sources import resized, scaled
 from pipepart.recording import Recording, prove_chunks, split
-from pipepart.recording.inputs import trees
-from pipepart.recording.inputs.batching import Batching, batching_of
+from pipepart.runtime import Groups, Mesh
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.launch import processes_on_this_host
 from pipepart.runtime.meeting import all_reduce, broadcast_object
-from pipepart.runtime.mesh import Groups, Mesh
-from pipepart.runtime.microbatch import MicrobatchSizes, microbatch_sizes, slice_leaves
-from pipepart.samples.pieces import Pieces, pieces_of
-from pipepart.schedule import read_csv
+from pipepart.runtime.microbatch import MicrobatchSizes
+from pipepart.runtime.rendezvous import processes_on_this_host
 
-__all__ = ["Example", "agree_on_plan", "example_microbatch", "prove_laid"]
+__all__ = ["MeasuredCount", "MeasuredCounts", "agree_on_plan", "measured_counts", "prove_step"]
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Example:
-    """The first micro-batch of an example, and how the example is usually cut."""
+class MeasuredCount:
+    """A number of micro-batches, with the costs of one of them."""
 
-    batch: Any
-    sizes: MicrobatchSizes
-    batching: Batching
-    others: tuple[Any, ...] = ()
-    """Further batches to record on, where the batch is cut as a container."""
-    pieces: Pieces | None = None
-    """How it is cut then."""
+    microbatches: int
+    size: int
+    """Samples of the largest micro-batch."""
+    costs: OpCosts
 
 
-def example_microbatch(
-    example: Any, options: Options, mesh: Mesh, root: nn.Module | None = None, call: bool = False, fewer: bool = False
-) -> Example:
-    """The first micro-batch of an example (any nesting of containers).
+@dataclass(frozen=True)
+class MeasuredCounts:
+    """The measured numbers of micro-batches, the usual one first: candidates of the search and its source of costs."""
 
-    `root` may have a method ``split(batch, n)`` of its own; `call`: the example is a pair of positional and named
-    arguments; `fewer`: a batch with fewer samples than micro-batches is cut into fewer.
-    """
-    leaves, tree = trees.flatten(example)
-    fixed = _fixed_count(options)
-    pieces = pieces_of(example, root, options.batch_dim, call, 2 if fixed is None else fixed)
-    if pieces is not None:
-        total = pieces.samples(example)
-        found = pieces.split(example, min(total, fixed or auto_microbatches(mesh.stages, total)))
-        first, sizes = found[0], MicrobatchSizes(tuple(piece.samples for piece in found))
-        others = [example] if len(found) > 1 else [piece.batch for piece in pieces.split(example, 2)[1:]]
-        return Example(first.batch, sizes, Batching((None,) * len(leaves), first.samples), tuple(others), pieces)
-    paths = [path[3:] if call else path for path in trees.leaf_paths(tree)]
-    batching = batching_of(leaves, paths, options.batch_dim)
-    count = fixed or auto_microbatches(mesh.stages, batching.samples)
-    sizes = microbatch_sizes(batching.samples, min(count, batching.samples) if fewer else count)
-    part = slice_leaves(batching.first(leaves), sizes, batching.places)[0]
-    return Example(
-        trees.unflatten(batching.back(part), tree), sizes, dataclasses.replace(batching, samples=sizes.sizes[0])
-    )
+    counts: tuple[MeasuredCount, ...]
 
+    @property
+    def candidates(self) -> tuple[MicrobatchCount, ...]:
+        """The numbers among which the search chooses."""
+        return tuple(MicrobatchCount(count.microbatches, count.size) for count in self.counts)
 
-def _fixed_count(options: Options) -> int | None:
-    """The number of micro-batches, if it is not free."""
-    if options.given_plan is not None:
-        return options.given_plan.microbatches
-    if options.microbatches == "auto" and options.schedule.endswith(".csv"):
-        return read_csv(options.schedule).microbatches
-    return None if options.microbatches == "auto" else int(options.microbatches)
+    def at(self, microbatch_size: int, kind: str) -> OpCosts:
+        """Return the costs for micro-batches of this size."""
+        return next(count.costs for count in self.counts if count.size == microbatch_size)
 
 
 def agree_on_plan(
-    recording: Recording,
-    leaves: Sequence[Any],
-    options: Options,
-    mesh: Mesh,
-    usual: MicrobatchSizes,
-    groups: Groups | None,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    variant: str = "",
+    job: Job, recording: Recording, leaves: Sequence[Any], options: Options, usual: MicrobatchSizes
 ) -> tuple[Plan, OpGraph, OpCosts | None]:
-    """The plan, the same on every rank. Rank 0 makes it (or takes the given one) and proves its chunks; the others check
-    that it fits.
+    """Return the plan, which is the same on every rank, its graph, and its costs if they are known here.
 
-    `usual`: how the batch is cut unless it is free and another way is clearly faster. Also returns the graph, and the
-    costs that were measured here, unless the plan was given.
+    Rank 0 makes the plan (or takes the given one) and proves its chunks; the others check that it fits. `usual`: the split
+    of the batch unless the number of micro-batches is free and another number is clearly faster.
     """
-    graph = op_graph(recording)
-    costs: OpCosts | None = None
-    counts: list[MeasuredCount] = []
-    agree = partial(_all, groups=groups)
+    graph, mesh, groups = op_graph(recording), job.mesh, job.groups
+    measured: MeasuredCounts | None = None
     with guarded(groups):
-        plan = options.given_plan
+        plan, costs = options.given_plan, None
         if plan is None and any(parameter.is_meta for parameter in recording.root.parameters()):
-            costs = _computed(graph, groups)
+            costs = _computed(graph) if job.decides() else None
+            measured = (
+                MeasuredCounts((MeasuredCount(len(usual), usual.sizes[0], costs),)) if costs is not None else None
+            )
         elif plan is None:
-            # All ranks measure at the same time, so that what they take from each other when they run is in the costs.
-            costs = profiled(recording, leaves, context, f"{variant} x{processes_on_this_host()}", agree=agree)
-            counts = [MeasuredCount(len(usual), usual.sizes[0], costs)]
-            in_pieces = recording.batching is not None and recording.batching.in_pieces
-            if options.microbatches == "auto" and not options.schedule.endswith(".csv") and not in_pieces:
-                counts = measured_counts(counts[0], recording, leaves, usual.batch_size, mesh.stages, context, agree)
-        if costs is not None and (groups is None or groups.rank == 0):
-            measured = MeasuredCounts(tuple(counts or [MeasuredCount(len(usual), usual.sizes[0], costs)]))
+            measured = _measured_plan_counts(job, recording, leaves, options, usual)
+            costs = measured.counts[0].costs
+        if measured is not None and job.decides():
             plan = _searched(recording, graph, measured, options, mesh, usual.batch_size)
             costs = measured.at(plan.microbatch_size, "")
         if groups is not None:
             plan = Plan.from_json(broadcast_object(plan.to_json() if plan is not None else "", 0, groups))
         assert plan is not None
         _check_fits(plan, graph, mesh)
-        if groups is None or groups.rank == 0:  # the same everywhere, as the graph is
+        if job.decides():  # one rank proves for all: they have the same graph
             cut = dict(zip(plan.ops, plan.chunk_of))
-            prove_chunks(recording, split(recording, cut, len(plan.placement)), cut, leaves, context)
+            prove_chunks(recording, split(recording, cut, len(plan.placement)), cut, leaves, job.context)
     return plan, graph, costs
 
 
-def prove_laid(
+def prove_step(
+    job: Job,
     recording: Recording,
     leaves: Sequence[Any],
     plan: Plan,
     planned: OpGraph,
-    groups: Groups | None,
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     backward: bool = True,
     inside_replica: bool = False,
 ) -> None:
-    """Prove the chunks of a recording that is laid over a plan which was made for another one (evaluation).
+    """Prove the chunks of a recording under a plan that was made for another one, the graph `planned`.
 
-    The model must be whole. The first rank of the job does it, or that of this replica; all may call it.
+    The model must be whole. Rank 0, or the first rank of this replica, proves; other ranks may call it.
     """
-    source = groups.rank_of_stage(0) if groups is not None and inside_replica else 0
-    if groups is not None and groups.rank != source:
+    if not job.decides(inside_replica):
         return
     count = len(plan.placement)
-    with guarded(groups):
+    with guarded(job.groups):
         cut = transfer(planned, plan.chunk_of, op_graph(recording), count)
-        prove_chunks(recording, split(recording, cut, count), cut, leaves, context, backward)
+        prove_chunks(recording, split(recording, cut, count), cut, leaves, job.context, backward)
+
+
+def _measured_plan_counts(
+    job: Job, recording: Recording, leaves: Sequence[Any], options: Options, usual: MicrobatchSizes
+) -> MeasuredCounts:
+    """Measure the costs of the usual number of micro-batches and, if it is free, of its neighbours."""
+    agree = partial(_all, groups=job.groups)
+    # All ranks measure at the same time, so costs include contention between the processes of a host.
+    variant = f"{job.precision} x{processes_on_this_host()}"
+    costs = profiled(recording, leaves, job.context, variant, agree=agree)
+    first = MeasuredCount(len(usual), usual.sizes[0], costs)
+    in_pieces = recording.batching is not None and recording.batching.in_pieces
+    if options.microbatches != "auto" or options.schedule.endswith(".csv") or in_pieces:
+        return MeasuredCounts((first,))
+    found = measured_counts(first, recording, leaves, usual.batch_size, job.mesh.stages, job.context, agree)
+    return MeasuredCounts(tuple(found))
+
+
+def measured_counts(
+    usual: MeasuredCount,
+    recording: Recording,
+    leaves: Sequence[Any],
+    batch_size: int,
+    stages: int,
+    context: Context,
+    agree: Callable[[bool], bool],
+) -> list[MeasuredCount]:
+    """Return the usual number of micro-batches first, then others with their costs. All ranks measure together."""
+    found = [usual]
+    # With BatchNorm, the size of micro-batches changes the results: a measurement must not choose it.
+    norms = torch.nn.modules.batchnorm._BatchNorm
+    if stages == 1 or any(isinstance(module, norms) for module in recording.root.modules()):
+        return found
+    for other in neighbouring_counts(stages, batch_size, usual.size):
+        count = None
+        part = resized(leaves, other.size, recording.batching)
+        if recording.stale(part) is None:  # models may treat a single sample differently
+            count = _measured(usual, recording, part, other, context)
+        if agree(count is not None) and count is not None:
+            found.append(count)
+    return found
+
+
+def _measured(
+    usual: MeasuredCount, recording: Recording, leaves: Sequence[Any], other: MicrobatchCount, context: Context
+) -> MeasuredCount | None:
+    """Measure the whole step with another size of micro-batches; the shares of its ops stay those of the usual size."""
+    try:
+        forward, backward = whole_step(recording, leaves, context)
+    except torch.OutOfMemoryError:
+        return None
+    then = sum(usual.costs.forward), sum(usual.costs.backward)
+    if not all((forward, backward, *then)):
+        return None
+    costs = scaled(usual.costs, other.size / usual.size, forward / then[0], backward / then[1])
+    return MeasuredCount(other.microbatches, other.size, costs)
 
 
 def _all(ok: bool, groups: Groups | None) -> bool:
-    """Whether it is so on every rank."""
+    """Return whether `ok` is true on every rank."""
     if groups is None:
         return ok
     votes = torch.tensor([int(ok)])
@@ -163,10 +183,8 @@ def _all(ok: bool, groups: Groups | None) -> bool:
     return bool(votes.item())
 
 
-def _computed(graph: OpGraph, groups: Groups | None) -> OpCosts | None:
-    """Costs of a model without memory (on the meta device), which cannot be run: from FLOPs and bytes, on rank 0."""
-    if groups is not None and groups.rank != 0:
-        return None
+def _computed(graph: OpGraph) -> OpCosts:
+    """Return costs from FLOPs and bytes, for a model on the meta device, which cannot be run."""
     (kind,) = this_machine().kinds.values()
     return analytic(graph, kind)
 
@@ -174,7 +192,7 @@ def _computed(graph: OpGraph, groups: Groups | None) -> OpCosts | None:
 def _searched(
     recording: Recording, graph: OpGraph, measured: MeasuredCounts, options: Options, mesh: Mesh, batch_size: int
 ) -> Plan:
-    """The best plan for the mesh that was started."""
+    """Return the best plan for the mesh of this job."""
     device = next((parameter.device.type for parameter in recording.root.parameters()), "cpu")
     request = options.request(
         batch_size,

@@ -1,15 +1,14 @@
-"""A rehearsal: some steps of the real pipeline before the first one counts, to see what a step really takes.
+"""The rehearsal: steps of the real pipeline before training, to measure the time of a step.
 
-The costs of the ops say which split and which schedule are best. What they cannot know is what stages do to each other
-when they run: caches that are cold after an optimizer step, waits for a neighbour that was late, the way in and out of
-a step. A few steps of the plan itself have all of that in them.
+Costs of ops select the partition and the schedule. They do not contain effects between stages: cold caches after an
+optimizer step, waits for a late neighbour, the start and the end of a step. Steps of the plan itself contain them.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,23 +20,23 @@ from pipepart.runtime.stage import StageRuntime
 
 __all__ = ["rehearsed"]
 
-_FIRST = 3  # the first steps announce shapes and fill caches; their last one tells how many more there is time for
-_STEPS = (3, 60)  # after these: at least, at most
+_FIRST = 3  # steps that announce shapes and fill caches; the last of them determines the number of further steps
+_STEPS = (3, 60)  # further steps: at least, at most
 _BUDGET = 2.0  # seconds
-_BETWEEN_STEPS = 24 * 2**20  # bytes that what happens between two steps takes of the caches, as measured
+_BETWEEN_STEPS = 24 * 2**20  # bytes of caches that code between two steps uses, as measured
 
 
 def rehearsed(runtime: StageRuntime, leaves: Sequence[Any] | None, **options: Any) -> float:
-    """Seconds of a step, the same figure on every rank. `options` are those of `StageRuntime.train`.
+    """Return the seconds of a step, equal on all ranks. `options` are those of `StageRuntime.train`.
 
-    Every rank must call it. Buffers, gradients and random states are as before; no parameter changes.
+    Every rank must call it. Parameters, buffers, gradients and random states do not change.
     """
     with state_kept(runtime.root):
         first = [_step(runtime, leaves, options) for _ in range(_FIRST)]
         least, most = _STEPS
         count = _from_rank_zero(runtime, min(most, max(least, int(_BUDGET / max(first[-1], 1e-6)))))
         steps = [_step(runtime, leaves, options) for _ in range(int(count))]
-        seconds = statistics.median(steps[len(steps) // 3 :])  # allocators settle for some more steps
+        seconds = statistics.median(steps[len(steps) // 3 :])  # allocators need some more steps to become steady
     return _from_rank_zero(runtime, seconds)
 
 
@@ -45,15 +44,15 @@ def _step(runtime: StageRuntime, leaves: Sequence[Any] | None, options: dict[str
     started = time.perf_counter()
     runtime.train(leaves, **options)
     seconds = time.perf_counter() - started
-    _as_between_steps(runtime.drop_gradients(), runtime.device)
+    _as_between_steps(runtime.parameters.take_gradients().values(), runtime.device)
     return seconds
 
 
 @torch.no_grad()
-def _as_between_steps(gradients: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Leave the caches as a run does: an optimizer has gone through its state, and a trainer has run its hooks.
+def _as_between_steps(gradients: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Use the caches as code between two steps does: an optimizer and the hooks of a trainer.
 
-    A step of a small model takes a quarter longer after that than right after another step.
+    After that, a step of a small model takes 25 % longer than directly after another step.
     """
     if device.type == "cpu":
         torch.ones(_BETWEEN_STEPS // 4)

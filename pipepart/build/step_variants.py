@@ -1,8 +1,8 @@
-"""Recordings of one step: which of them holds for a batch and for the Python state as it is now.
+"""The recordings of one step, and the choice of the one that holds for a batch and the current Python state.
 
-A step may do different things at different times (a warm-up that ends, a flag that a hook sets, another form of batch).
-Each recording says what it was specialised on; the first stage picks one that holds, or has a new one made. Numbers of
-the Python state that were found to change are inputs of the next recording, so that it holds for all their values.
+A step may do different things at different times (the end of a warm-up, a flag that a hook sets, another form of batch).
+Each recording has guards. The first stage chooses a recording whose guards hold, or requests a new one. Numbers of the
+Python state that have changed are inputs of the next recording, so that it holds for all their values.
 """
 
 from __future__ import annotations
@@ -25,46 +25,48 @@ from pipepart.runtime.stage import StageRuntime
 __all__ = ["MOST", "Variants", "leaves_ahead"]
 
 MOST = 16
-"""So many recordings of one step are kept, and made in a row: more often it would record nearly all the time."""
+"""The number of recordings of one step that are kept."""
 _STEPS = 3 * MOST
-"""Steps: a run that needs `MOST` recordings within so many is refused."""
+"""A run that needs `MOST` recordings within this number of steps is refused, since it would record all the time."""
 
 
 @dataclass
 class Variants:
-    """The names of the recordings of one step, the one that was used last first."""
+    """The recordings of one step."""
 
     step: str
     names: list[str] = field(default_factory=list)
+    """The names of the recordings, the last used first."""
     made: int = 0
+    """The number of recordings so far."""
     numbers: dict[str, Place] = field(default_factory=dict)
-    """Places of the Python state whose numbers are inputs of the recordings to come."""
+    """Places of the Python state whose numbers are inputs of the next recordings."""
     _fixed: set[str] = field(default_factory=set)
-    """Numbers with which recording as an input has failed: a recording holds for one value of them."""
+    """Numbers that could not be recorded as inputs: a recording holds for one value of them."""
     _new: set[str] = field(default_factory=set)
     _steps: int = 0
     _when: deque[int] = field(default_factory=lambda: deque(maxlen=MOST))
     _reasons: deque[str] = field(default_factory=lambda: deque(maxlen=MOST))
 
     def new_name(self) -> str:
-        """The first one has the name of the step itself."""
+        """Return the name of the next recording; the first one has the name of the step."""
         if len(self._when) == MOST and self._steps - self._when[0] <= _STEPS:
             reasons = "".join(f"  changed: {reason}\n" for reason in dict.fromkeys(self._reasons) if reason)
             raise CaptureError(
                 f"{self.step} was recorded {MOST} times in the last {self._steps - self._when[0]} steps, and the next one "
                 f"needs another recording.\n{reasons}"
-                "  because: Python decides by something that changes all the time, so each recording holds for a few steps\n"
-                "  do: compute with it instead (numbers that are multiplied or added are no decision), write the decision "
-                "with tensors (torch.where), or keep it in a buffer"
+                "  because: Python code branches on a value that changes often, so each recording holds for a few steps\n"
+                "  do: use the value in arithmetic (multiply or add it instead of a branch), write the branch with tensors "
+                "(torch.where), or keep the value in a buffer"
             )
         self._when.append(self._steps)
         self.made += 1
         return self.step if self.made == 1 else f"{self.step}#{self.made}"
 
     def record(self, make: Callable[[Sequence[Place]], Recording], runtime: StageRuntime) -> Recording:
-        """Record with the numbers that change as inputs, or with new ones of them fixed if that is not possible.
+        """Record with changing numbers as inputs, or with the newest of them fixed if that fails.
 
-        All stages of a replica must call it; it is checked that they have recorded the same.
+        All stages of a replica must call it and must record the same graph, which is checked.
         """
         with guarded(runtime.groups):
             with collectives_refused(runtime.root):
@@ -78,7 +80,7 @@ class Variants:
         return recording
 
     def added(self, name: str, runtime: StageRuntime) -> list[str]:
-        """A new recording is there; returns the names of those that were dropped for it."""
+        """Add a new recording, and return the names of the recordings that were dropped for it."""
         self._new = set()
         self.names.insert(0, name)
         dropped = [old for old in self.names[MOST:] if old != self.step]
@@ -88,7 +90,7 @@ class Variants:
         return dropped
 
     def _fix(self) -> bool:
-        """Recording with the numbers that were added last has failed: fix them. False if there were none."""
+        """Fix the numbers that were added last, since recording failed. Returns False if there were none."""
         self._fixed |= self._new
         for text in self._new:
             self.numbers.pop(text, None)
@@ -98,7 +100,7 @@ class Variants:
     def choose(
         self, flatten: Callable[[Recording], list[Any]], runtime: StageRuntime, strict: bool = False
     ) -> tuple[str | None, list[Any] | None]:
-        """The recording for this step and, on the first stage, its leaves. None: a new one is needed.
+        """Return the name of a recording that holds and, on the first stage, its leaves; None if a new one is needed.
 
         With `strict`, arguments that do not fit raise the error of the recording.
         """
@@ -137,7 +139,7 @@ class Variants:
                 if strict:
                     raise
                 continue
-            # The graph sees micro-batches, so what it was specialised on is held against these.
+            # The graph runs on micro-batches, so its guards are checked on them.
             if strict and not any(item.place is not None for item in recording.inputs):
                 return name, leaves, []
             if fitting_sizes(recording, leaves, runtime.plan.microbatches) is not None:
@@ -145,7 +147,7 @@ class Variants:
         return None, None, found
 
     def _move(self, texts: Sequence[str], runtime: StageRuntime) -> None:
-        """These numbers become inputs: on every rank, at the places that it found itself."""
+        """Make numbers inputs of the next recording, on every rank at the places that it found itself."""
         here = {
             place.text: place
             for name in reversed(self.names)
@@ -155,8 +157,8 @@ class Variants:
         missing = [text for text in texts if text not in here]
         if missing:
             raise CaptureError(
-                f"{self.step}: {missing[0]} was read by the first stage and not by this one: the Python state differs "
-                "between ranks. Set it in the same way on every rank."
+                f"{self.step}: the first stage read {missing[0]}, this stage did not: the Python state differs between ranks. "
+                "Set it in the same way on every rank."
             )
         self._new = set(texts) - set(self.numbers)
         self.numbers.update(here)
@@ -165,7 +167,7 @@ class Variants:
 def leaves_ahead(
     flatten: Callable[[Recording], list[Any]], recording: Recording, microbatches: int
 ) -> list[Any] | None:
-    """The leaves of a batch that is trained on later; None if the recording does not hold for it."""
+    """Return the leaves of a later batch, or None if the recording does not hold for it."""
     try:
         leaves = flatten(recording)
     except CaptureError:
@@ -174,7 +176,7 @@ def leaves_ahead(
 
 
 def _check_same(step: str, recording: Recording, runtime: StageRuntime) -> None:
-    """All stages of a replica have recorded the same; else say which value of the Python state differs between them."""
+    """Check that all stages of a replica have recorded the same graph; name the value that differs between them."""
     if runtime.groups is None:
         return
     mine = (recording.hash, recording.guards.values())

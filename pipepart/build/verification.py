@@ -1,7 +1,7 @@
-"""The whole table: one process on the whole batch, the same in plain micro-batches, and the pipeline as it will train.
+"""The table of the option `verify`: one process on the whole batch, one process on micro-batches, and the pipeline.
 
-All three run in eval mode (dropout off, BatchNorm on its running statistics), so that what differs is how the batch is
-cut. The first two need the whole model and run before it is cut into stages, on every rank.
+All three run in eval mode (no dropout, BatchNorm with running statistics), so that they differ in the split of the batch
+only. The first two need the whole model and run on every rank, before the model is divided into stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipepart.recording import Recording
 from pipepart.recording.model_state.state import is_abstract
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
-from pipepart.runtime.microbatch import Whole, cut_batch, merge_outputs
+from pipepart.runtime.microbatch import Whole, merge_outputs, split_batch
 from pipepart.runtime.stage import StageRuntime
 from pipepart.samples.lockstep import evaluating
 from pipepart.samples.pieces import Pieces
@@ -31,17 +31,18 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process gives, on the whole batch and on micro-batches; or why it could not be run."""
+    """The results of one process on the whole batch and on micro-batches, or the reason for their absence."""
 
     whole: Sequence[Any] = ()
     parts: Sequence[Any] = ()
-    """Flat outputs, put together as means and batches."""
+    """Flat outputs of micro-batches, merged as means and batches."""
     whole_gradients: Mapping[str, torch.Tensor] | None = None
     parts_gradients: Mapping[str, torch.Tensor] | None = None
     microbatches: int = 1
     leaves: Sequence[Any] = ()
-    """Of the whole batch."""
+    """The leaves of the whole batch."""
     reason: str = ""
+    """The reason why the step could not be run."""
 
 
 def reference_of(
@@ -52,7 +53,10 @@ def reference_of(
     context: Context = nullcontext,
     pieces: Pieces | None = None,
 ) -> Reference:
-    """Run a recorded training step in this process, on the whole batch and in micro-batches; `pieces` cut a container."""
+    """Run a recorded training step in this process, on the whole batch and on micro-batches.
+
+    `pieces`: the way the batch is split as a container, if it is.
+    """
     if is_abstract(recording.root):
         return Reference(reason="the model is on the meta device")
     try:
@@ -65,11 +69,11 @@ def reference_of(
     container = container_of(recording, args, kwargs, pieces)
     if container is not None:
         leaves = Whole(leaves, container.pieces, container.batch, container.flatten)
-    cut, sizes = cut_batch(recording, leaves, microbatches)
+    split, sizes = split_batch(recording, leaves, microbatches)
     with evaluating(recording.root):
         whole, whole_gradients = _run(recording, [leaves], [1.0], context)
     with evaluating(recording.root):
-        parts, parts_gradients = _run(recording, cut, sizes.weights, context)
+        parts, parts_gradients = _run(recording, split, sizes.weights, context)
     return Reference(whole[0], merge_outputs(parts, sizes), whole_gradients, parts_gradients, len(sizes), leaves)
 
 
@@ -80,15 +84,15 @@ def verification(
     separate: Collection[int] = (),
     context: Context = nullcontext,
 ) -> str:
-    """Run the pipeline on the same batch, and write the table. Every rank must call it, and gets the same text.
+    """Run the pipeline on the same batch and return the table, equal on all ranks. Every rank must call it.
 
-    `names` are those of the outputs to be shown, `separate` outputs that the runtime does not put together.
+    `names`: the names of outputs in the table; `separate`: outputs that the runtime does not merge.
     """
     if reference.reason:
         return f"verify     not possible: {reference.reason}"
     with evaluating(runtime.root):
         result = runtime.train(reference.leaves, outputs_everywhere=True, separate=separate, context=context)
-        gradients = runtime.take_gradients()
+        gradients = runtime.parameters.take_gradients()
     rows: list[tuple[str, ...]] = [("", "whole batch", "micro-batches", "pipeline")]
     for index, name in names.items():
         if index in separate or not _is_number(reference.whole[index]):
@@ -132,7 +136,7 @@ Worst = tuple[float, str]
 
 
 def _worst(reference: Reference, gradients: Mapping[str, torch.Tensor]) -> tuple[Worst, Worst]:
-    """The largest difference to the whole batch, relative to the parameter's largest gradient: micro-batches, pipeline."""
+    """Return the largest relative differences to the whole batch: of micro-batches, and of the pipeline."""
     whole, parts = reference.whole_gradients or {}, reference.parts_gradients or {}
     largest = max((float(gradient.abs().max()) for gradient in whole.values() if gradient.numel()), default=0.0)
     answers = []

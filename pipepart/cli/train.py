@@ -116,7 +116,7 @@ def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> int:
     """This process is one rank of a job; all use the folder of rank 0."""
     import torch.distributed as dist
 
-    from pipepart.runtime.launch import join_job
+    from pipepart.runtime.rendezvous import join_job
 
     if int(os.environ["WORLD_SIZE"]) > 1:
         join_job(timedelta(seconds=float(config["launcher"]["wait"])))

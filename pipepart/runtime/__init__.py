@@ -1,9 +1,10 @@
 """The runtime: executes a plan on the processes of a job.
 
-Knows processes, tensors and actions. Decides nothing and knows nothing of Lightning.
+It knows processes, tensors and actions. It does not know Lightning or the search for plans, and it makes no decisions.
 """
 
+from pipepart.runtime.chunked_step import RecordedStep, StageInputs
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.stage import StageRuntime
 
-__all__ = ["Groups", "Mesh", "StageRuntime", "fit_mesh"]
+__all__ = ["Groups", "Mesh", "RecordedStep", "StageInputs", "StageRuntime", "fit_mesh"]

@@ -1,11 +1,11 @@
-"""Running statistics of BatchNorm that change once per batch, as without micro-batches, and not once per micro-batch.
+"""Running statistics of BatchNorm that are updated once per batch instead of once per micro-batch.
 
-What is normalised with stays the statistics of each micro-batch: the next micro-batch cannot be waited for.
+Each micro-batch is still normalised with its own statistics, since those of the next micro-batch are not known yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,21 +16,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipepart.errors import ConfigError
 from pipepart.recording import Chunk
-from pipepart.runtime.recompute import running_again
+from pipepart.runtime.randomness import running_again
 
 __all__ = ["BatchStatistics"]
 
 
 @dataclass
 class _Sums:
-    """Of one layer over the micro-batches of a step, per channel."""
+    """Sums of one layer over the micro-batches of a step, per channel."""
 
     count: int = 0
     total: torch.Tensor | None = None
     squares: torch.Tensor | None = None
 
     def add(self, count: int, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """`variance` is the unbiased one, which BatchNorm keeps."""
+        """Add the statistics of a micro-batch. `variance` is the unbiased variance, which BatchNorm keeps."""
         mean, variance = mean.double(), variance.double()
         total = mean * count
         squares = variance * max(count - 1, 0) + mean.square() * count
@@ -45,8 +45,11 @@ class _Sums:
 
 
 class BatchStatistics:
-    """The BatchNorm layers of one stage. With momentum 1 a layer's buffers hold exactly what it saw last: they are read
-    after every call, put together, and given back as one update at the end of the step."""
+    """The BatchNorm layers of one stage.
+
+    With momentum 1 the buffers of a layer hold the statistics of its last call. They are read after every call, summed,
+    and applied as one update at the end of the step.
+    """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._layers: list[_BatchNorm] = []
@@ -59,13 +62,15 @@ class BatchStatistics:
 
     @contextmanager
     def one_update(self) -> Iterator[None]:
-        """Around a training step."""
+        """Update the statistics once for the training step inside."""
         training = [layer for layer in self._layers if layer.training and layer.running_mean is not None]
-        before = [_state(layer) for layer in training]
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        before = [
+            (layer.momentum, {name: b.clone() for name in names if (b := getattr(layer, name)) is not None})
+            for layer in training
+        ]
         self._sums = {}
-        hooks = [
-            layer.register_forward_hook(self._seen) for layer in training
-        ]  # for the step only: they are the user's
+        hooks = [layer.register_forward_hook(self._seen) for layer in training]
         for layer in training:
             layer.momentum = 1.0
         try:
@@ -73,8 +78,8 @@ class BatchStatistics:
         finally:
             for hook in hooks:
                 hook.remove()
-            for layer, state in zip(training, before):
-                self._give_back(layer, state)
+            for layer, (momentum, buffers) in zip(training, before):
+                self._update(layer, momentum, buffers)
 
     def _seen(self, layer: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
         assert isinstance(layer, _BatchNorm)
@@ -86,48 +91,28 @@ class BatchStatistics:
             )
 
     @torch.no_grad()
-    def _give_back(self, layer: _BatchNorm, state: _State) -> None:
-        layer.momentum = state.momentum
-        assert layer.running_mean is not None and layer.running_var is not None
-        layer.running_mean.copy_(state.mean)
-        layer.running_var.copy_(state.variance)
-        if layer.num_batches_tracked is not None and state.batches is not None:
-            layer.num_batches_tracked.copy_(state.batches)
+    def _update(self, layer: _BatchNorm, momentum: float | None, before: Mapping[str, torch.Tensor]) -> None:
+        """Restore momentum and buffers of a layer, and apply the statistics of the step as one update."""
+        layer.momentum = momentum
+        for name, value in before.items():
+            getattr(layer, name).copy_(value)
         sums = self._sums.get(id(layer))
-        if sums is None:  # it was not called
+        if sums is None:  # the layer was not called
             return
+        assert layer.running_mean is not None and layer.running_var is not None
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
-        share = state.momentum if state.momentum is not None else 1.0 / float(layer.num_batches_tracked or 1)
+        share = momentum if momentum is not None else 1.0 / float(layer.num_batches_tracked or 1)
         mean, variance = sums.mean_and_variance()
         layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
         layer.running_var.lerp_(variance.to(layer.running_var.dtype), share)
 
 
-@dataclass(frozen=True)
-class _State:
-    momentum: float | None
-    mean: torch.Tensor
-    variance: torch.Tensor
-    batches: torch.Tensor | None
-
-
-def _state(layer: _BatchNorm) -> _State:
-    assert layer.running_mean is not None and layer.running_var is not None
-    batches = layer.num_batches_tracked
-    return _State(
-        layer.momentum,
-        layer.running_mean.clone(),
-        layer.running_var.clone(),
-        None if batches is None else batches.clone(),
-    )
-
-
 def _refuse_functions(chunk: Chunk) -> None:
-    """A bare call has no layer whose buffers could be read."""
+    """Refuse calls of the function, which have no layer whose buffers can be read."""
     for node in chunk.module.graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") in ("batch_norm", "native_batch_norm"):
             raise ConfigError(
-                f"batch_norm='batch' needs torch.nn.BatchNorm layers, and {node.name!r} is a call of the function "
-                f"{node.target.__name__}: use the layer, or batch_norm='microbatch'"
+                f"batch_norm='batch' needs torch.nn.BatchNorm layers, but {node.name!r} is a call of the function "
+                f"{node.target.__name__}. Use the layer, or batch_norm='microbatch'."
             )

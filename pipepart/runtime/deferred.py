@@ -1,8 +1,8 @@
-"""Backward in two halves: layers that return the gradient of their input at once and leave that of their weight for later.
+"""Backward in two halves: the gradient of the input first (`I`), the gradient of the weight later (`W`).
 
-A chunk's graph calls its leaf layers through references, so a layer can be run by an autograd function of ours without
-a second walk through the graph: `I` runs the ordinary backward while a queue is open, and `W` works the queue off.
-Layers that are not known here, and layers with hooks, have their whole backward in `I`: right, only less to defer.
+The graph of a chunk calls its layers through references, so an autograd function can stand in for a layer. `I` runs the
+ordinary backward while a queue is open, and `W` runs the work in the queue. Other layers, and layers with hooks, run their
+whole backward in `I`, which is correct but defers less.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import fx, nn
 __all__ = ["WeightWork", "defer_weights", "deferring"]
 
 WeightWork = list[Callable[[], None]]
-"""What is left to do for the weights of a chunk and a micro-batch."""
+"""The deferred weight gradients of a chunk for one micro-batch."""
 
-_open: list[WeightWork] = []  # the queue that backward functions put their work into; empty: they do it at once
+_open: list[WeightWork] = []  # the queue of deferred work; if there is none, backward functions run it at once
 
 
 @contextmanager
 def deferring() -> Iterator[WeightWork]:
-    """While this is open, the deferred layers of a backward leave their weight gradients in the list."""
+    """Collect the weight gradients of a backward inside in a list instead of computing them."""
     work: WeightWork = []
     _open.append(work)
     try:
@@ -36,12 +36,12 @@ def deferring() -> Iterator[WeightWork]:
 
 
 def defer_weights(chunk: fx.GraphModule) -> int:
-    """Let the known layers of a chunk run in two halves; returns how many there are."""
+    """Make the known layers of a chunk run their backward in two halves, and return their number."""
     found = 0
     read = {str(node.target).partition(".")[0] for node in chunk.graph.nodes if node.op == "get_attr"}
     for node in chunk.graph.nodes:
         if node.op != "call_module" or node.kwargs or len(node.args) != 1 or str(node.target) in read:
-            continue  # a layer whose parameters other ops read as well stays as it is
+            continue  # other ops read the parameters of this layer, too
         layer: Any = chunk.__dict__.get(str(node.target))
         apply = _FUNCTIONS.get(type(layer))
         if apply is not None and _plain(layer):
@@ -51,7 +51,7 @@ def defer_weights(chunk: fx.GraphModule) -> int:
 
 
 def _plain(layer: Any) -> bool:
-    """No hooks to honour, and no option that changes how gradients are made."""
+    """Return whether a layer has no hooks and no option that changes its gradients."""
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return False
     if isinstance(layer, nn.Embedding):
@@ -75,7 +75,7 @@ class _Deferred:
 
 
 def _later_or_now(work: Callable[[], tuple[torch.Tensor | None, ...]], parameters: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Queue the work and return no gradients; or, with no queue open, do it now and return them to autograd."""
+    """Queue the work and return no gradients or, without an open queue, run it and return its gradients."""
     if not _open:
         return work()
     _open[-1].append(partial(_accumulate, work, parameters))
@@ -143,7 +143,7 @@ class _Conv(torch.autograd.Function):
         layer = ctx.layer
         sizes = None if layer.bias is None else list(layer.bias.shape)
         dims = len(layer.kernel_size)
-        batched = x.dim() == dims + 2  # one image without a batch dimension is a batch of one
+        batched = x.dim() == dims + 2  # else one image without a batch dimension
 
         def half(mask: list[bool]) -> Any:
             gradient, image = (g, x) if batched else (g.unsqueeze(0), x.unsqueeze(0))

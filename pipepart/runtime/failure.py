@@ -1,4 +1,4 @@
-"""When one rank fails, every rank says why: the first cause is left in the job's store before connections break."""
+"""Failures of ranks: the first rank that fails leaves the cause in the store of the job, and all other ranks show it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ import torch.distributed as dist
 from pipepart.errors import PipelineError
 from pipepart.runtime.leaving import leave_after_failure
 from pipepart.runtime.mesh import Groups
+from pipepart.runtime.rendezvous import job_store
 
-__all__ = ["Stopped", "check_others", "first_cause", "guarded"]
+__all__ = ["Stopped", "check_others", "guarded"]
 
 _KEY = "pipepart/first-failure"
-_PATIENCE = 3.0  # seconds to wait for the rank that caused a broken connection to say why
+_PATIENCE = 3.0  # seconds to wait for the cause of a broken connection
 _TOLD = "_pipepart_told"
+_TRANSPORT_WORDS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL")
 
 
 class Stopped(PipelineError):
-    """Another rank has failed, and this one must not wait for it any longer."""
+    """Another rank has failed, and this rank does not wait for it any longer."""
 
 
 @contextmanager
 def guarded(groups: Groups | None) -> Iterator[None]:
-    """Around everything that talks to other ranks: leave the cause where they find it, or find it for this rank.
+    """Report an error inside to the other ranks, or replace the loss of a connection by its cause on another rank.
 
-    Regions may be nested; the innermost one that an error passes tells the others.
+    All communication with other ranks belongs inside. Regions may be nested; the innermost region reports an error.
     """
     if groups is None:
         yield
@@ -40,7 +42,7 @@ def guarded(groups: Groups | None) -> Iterator[None]:
             raise
         leave_after_failure()
         found = _told(error, groups)
-        with suppress(AttributeError):  # an error with slots is told twice
+        with suppress(AttributeError):  # an error with slots is reported twice
             setattr(found, _TOLD, True)
         if found is error:
             raise
@@ -48,105 +50,100 @@ def guarded(groups: Groups | None) -> Iterator[None]:
 
 
 def _told(error: Exception, groups: Groups) -> Exception:
-    """Tell the other ranks of an error here; the error to raise for it."""
+    """Report an error of this rank to the others, and return the error to raise."""
     found = error
     if isinstance(error, Stopped):
         pass
     elif not _is_lost_connection(error):
-        _leave(groups, f"{_where(groups)} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
+        _leave(groups, f"{groups.where} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
     elif _is_timeout(error):
         found = PipelineError(_hang_report(groups, error))
     else:
-        cause = first_cause(groups, _PATIENCE)
+        cause = _first_cause(groups, _PATIENCE)
         if cause is not None:
-            found = PipelineError(f"{_where(groups)} stopped because another rank failed first.\n{cause}")
+            found = PipelineError(_stopped(groups, cause))
         else:
-            found = PipelineError(f"{_where(groups)} lost another rank: {error}")
-            _leave(groups, str(found))  # so that those who lose this one know why
+            found = PipelineError(f"{groups.where} lost another rank: {error}")
+            _leave(groups, str(found))  # for the ranks that lose this one
     groups.failures.append(str(found).partition("\n")[0])
     return found
 
 
 def check_others(groups: Groups) -> None:
-    """Raise if another rank has failed since this one has done so last: it will not come to where this one waits."""
-    cause = first_cause(groups)
+    """Raise `Stopped` if another rank has failed in this attempt, so that waiting for it is in vain."""
+    cause = _first_cause(groups)
     if cause is not None:
-        raise Stopped(f"{_where(groups)} stopped because another rank failed first.\n{cause}")
+        raise Stopped(_stopped(groups, cause))
+
+
+def _stopped(groups: Groups, cause: str) -> str:
+    return f"{groups.where} stopped because another rank failed first.\n{cause}"
 
 
 def _key(groups: Groups) -> str:
-    """Where the failure of this attempt is left: after a failure of all ranks, the next attempt begins anew."""
+    """Return the key for the failure of this attempt; after a failure of all ranks, the next attempt has another key."""
     return f"{_KEY}/{groups.number}/{len(groups.failures)}"
 
 
-def _where(groups: Groups) -> str:
-    return f"rank {groups.rank} (replica {groups.replica}, stage {groups.stage})"
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Errors of the transport, from gloo, NCCL or the store; all else is a cause of its own."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, (dist.DistError, ConnectionError, TimeoutError)):
-            return True
-        text = str(seen)
-        if isinstance(seen, RuntimeError) and any(word in text for word in _TRANSPORT_WORDS):
-            return True
-        seen = seen.__cause__
-    return False
-
-
-_TRANSPORT_WORDS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL")
+    """Return whether the error comes from gloo, NCCL, the store or a socket; all other errors are causes themselves."""
+    return any(
+        isinstance(seen, (dist.DistError, ConnectionError, TimeoutError))
+        or (isinstance(seen, RuntimeError) and any(word in str(seen) for word in _TRANSPORT_WORDS))
+        for seen in _chain(error)
+    )
 
 
 def _is_timeout(error: BaseException) -> bool:
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, TimeoutError) or "Timed out waiting" in str(seen):
-            return True
-        seen = seen.__cause__
-    return False
+    return any(isinstance(seen, TimeoutError) or "Timed out waiting" in str(seen) for seen in _chain(error))
 
 
 def _hang_report(groups: Groups, error: BaseException) -> str:
-    """Who waits for what, as far as the ranks have said it; who says nothing is the one to look at."""
-    said: dict[int, str] = {groups.rank: f"{_where(groups)} waits: {error}"}
+    """Return the transfers that ranks wait for, as far as they have reported them, and the ranks without a report."""
+    said: dict[int, str] = {groups.rank: f"{groups.where} waits: {error}"}
     cause = None
     with suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
-        key = f"{_key(groups)}/waits"
+        store, key = job_store(), f"{_key(groups)}/waits"
         store.set(f"{key}/{groups.rank}", said[groups.rank])
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline and cause is None and len(said) < groups.mesh.world_size:
             for rank in range(groups.mesh.world_size):
                 if rank not in said and store.check([f"{key}/{rank}"]):
                     said[rank] = store.get(f"{key}/{rank}").decode(errors="replace")
-            cause = first_cause(groups)
+            cause = _first_cause(groups)
             time.sleep(0.1)
     if cause is not None:
-        return f"{_where(groups)} stopped because another rank failed first.\n{cause}"
-    silent = [rank for rank in range(groups.mesh.world_size) if rank not in said]
-    lines = [f"{_where(groups)} waited too long. Who waits for what:", *(f"  {said[rank]}" for rank in sorted(said))]
+        return _stopped(groups, cause)
+    silent = [groups.mesh.describe(rank) for rank in range(groups.mesh.world_size) if rank not in said]
+    lines = [f"{groups.where} reached its timeout. Ranks that wait:", *(f"  {said[rank]}" for rank in sorted(said))]
     if silent:
-        named = ", ".join(
-            f"rank {r} (replica {groups.mesh.replica_of(r)}, stage {groups.mesh.stage_of(r)})" for r in silent
+        lines.append(
+            f"  nothing from {', '.join(silent)}: stopped, stuck, or still computing. Look at these ranks first; if they "
+            "are computing, set a larger timeout."
         )
-        lines.append(f"  nothing from {named}: stopped, stuck, or still at work (then a larger timeout helps)")
     return "\n".join(lines)
 
 
 def _leave(groups: Groups, text: str) -> None:
-    with suppress(Exception):  # the store may be gone with rank 0; then there is nobody left to tell
-        store = dist.distributed_c10d._get_default_store()
+    with suppress(Exception):  # without rank 0 there is no store, and no rank to report to
+        store = job_store()
         if store.add(_key(groups) + "/count", 1) == 1:
             store.set(_key(groups), text)
 
 
-def first_cause(groups: Groups, patience: float = 0.0) -> str | None:
-    """What the first failing rank left behind, if it did."""
+def _first_cause(groups: Groups, patience: float = 0.0) -> str | None:
+    """Return the report of the first rank that failed, or None after `patience` seconds."""
     deadline = time.monotonic() + patience
     with suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
+        store = job_store()
         while True:
             if store.check([_key(groups)]):
                 return store.get(_key(groups)).decode(errors="replace")

@@ -1,12 +1,12 @@
-"""Tensors of other stages: their form is known here, their values are not, and any use of the values is an error.
+"""Tensors of other stages: this rank knows their form, and any use of their values is an error.
 
-A plain meta tensor is no safe stand-in: `here.add_(meta)` does nothing and raises nothing. A `ForeignTensor` answers what
-is asked about its form (shape, dtype, names, `requires_grad`, `is_meta`), and ops on it raise, whether they were called
-from Python or from C++, since the dispatcher hands them over before any kernel runs. One kind does not: arithmetic on
-tensors of one and the same other stage. All ranks run the same code, so that stage does it; here its result is foreign too.
+A plain meta tensor is not a safe stand-in: `here.add_(meta)` does nothing and raises nothing. A `ForeignTensor` has a form
+(shape, dtype, names, `requires_grad`, `is_meta`), and ops on it raise, from Python and from C++, since the dispatcher calls
+`__torch_dispatch__` before any kernel. The exception is arithmetic on tensors of a single other stage: all ranks run the
+same code, so that stage computes the result, which is foreign here.
 
-A parameter becomes foreign, and whole again, in place: the object stays the same. So a list of parameters that a module or
-an optimizer made earlier sees the change too.
+A parameter becomes foreign, and whole again, in place. So lists of parameters that a module or an optimizer made earlier
+see the change.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _FORMS = {
     _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
     _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided, _aten.is_same_size,
 }  # fmt: skip
-"""Ops that read the form of a tensor and not its values."""
+"""Ops that read the form of a tensor only."""
 _NORMS = {
     ("torch.nn.utils.clip_grad", "clip_grad_norm_"),
     ("lightning.pytorch.utilities.grads", "grad_norm"),
     ("lightning.fabric.utilities.grads", "grad_norm"),
     ("pytorch_lightning.utilities.grads", "grad_norm"),
 }
-"""Functions that take the norm over all gradients they find: those of one stage would look like those of the model."""
+"""Functions that compute a norm over all gradients that they find, which would be that of one stage only."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the values of a tensor are."""
+    """The home of a tensor."""
 
     name: str
     kind: str
@@ -51,17 +51,18 @@ class Place:
     rank: int
 
     def refuse(self, use: str) -> NoReturn:
+        """Raise the error for a use that needs the values."""
         raise ForeignTensorError(
             f"{self.kind} {self.name!r} lives on stage {self.stage} (rank {self.rank}); this rank holds no values of it, "
             f"and {use} needs them. Do one of these: put the code, on every rank, inside "
             "`with trainer.strategy.whole_parameters():` (with `Pipeline`: `with pipe.whole_parameters():`), where each rank "
-            f"sees all values and keeps what it writes to its own; leave out tensors of other stages (`if not "
+            f"sees all values and keeps the values that it writes to its own; leave out tensors of other stages (`if not "
             "tensor.is_meta`); or keep modules that need each other on one stage (`keep_together=[[path, path]]`)."
         )
 
 
 class ForeignTensor(torch.Tensor):
-    """The form of a tensor whose values are on another stage."""
+    """A tensor whose values are on another stage."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -100,9 +101,9 @@ class ForeignTensor(torch.Tensor):
 
     @property
     def grad(self) -> Any:  # type: ignore[override]
-        """None: gradients are where the values are. Optimizers pass over the parameter."""
+        """Always None, since gradients are on the stage of the values. Optimizers skip the parameter."""
         frame: Any = sys._getframe(1)
-        while frame.f_code.co_name.startswith("<"):  # a comprehension
+        while frame.f_code.co_name.startswith("<"):  # the frame of a comprehension
             frame = frame.f_back
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _NORMS:
             raise ForeignTensorError(
@@ -137,41 +138,31 @@ class ForeignTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.place.refuse("saving (pickling) it")
 
-    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.place.refuse("numpy()")
-
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         self.place.refuse("an array of it")
 
-    def tolist(self) -> NoReturn:
-        self.place.refuse("tolist()")
 
-    def data_ptr(self) -> NoReturn:
-        self.place.refuse("data_ptr()")
+def _refusing(method: str) -> Any:
+    def refuse(self: ForeignTensor, *args: Any, **kwargs: Any) -> NoReturn:
+        self.place.refuse(f"{method}()")
 
-    def untyped_storage(self) -> NoReturn:
-        self.place.refuse("untyped_storage()")
+    return refuse
 
-    storage = _typed_storage = untyped_storage
 
-    def share_memory_(self) -> NoReturn:
-        self.place.refuse("share_memory_()")
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.place.refuse("__dlpack__()")
-
-    def __dlpack_device__(self) -> NoReturn:
-        self.place.refuse("__dlpack__()")
+for _method in ("numpy", "tolist", "data_ptr", "untyped_storage", "share_memory_", "__dlpack__"):
+    setattr(ForeignTensor, _method, _refusing(_method))
+ForeignTensor.storage = ForeignTensor._typed_storage = ForeignTensor.untyped_storage  # type: ignore[method-assign]
+ForeignTensor.__dlpack_device__ = ForeignTensor.__dlpack__  # type: ignore[method-assign,assignment]
 
 
 class ForeignParameter(ForeignTensor):
-    """A parameter of another stage; `isinstance(..., nn.Parameter)` holds."""
+    """A parameter of another stage, for which `isinstance(..., nn.Parameter)` is true."""
 
     _is_param = True
 
 
 def become(parameter: nn.Parameter, place: Place | None) -> None:
-    """Make a parameter foreign in place and free its memory. Without a place: an empty meta tensor."""
+    """Make a parameter foreign in place and free its memory. Without a place it becomes a plain meta tensor."""
     if place is None:
         _exchange(parameter, nn.Parameter(_form(parameter), requires_grad=parameter.requires_grad))
         parameter.__dict__.pop(_PLACE, None)
@@ -181,29 +172,31 @@ def become(parameter: nn.Parameter, place: Place | None) -> None:
 
 
 def fill_in(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Give a foreign parameter these values, in place."""
+    """Give values to a foreign parameter, in place."""
     _exchange(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     parameter.__dict__.pop(_PLACE, None)
 
 
 def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Swap the contents of two tensors; their attributes (marks for an optimizer, say) stay where they are.
+    """Swap the contents of two tensors, but not their attributes, such as marks for an optimizer.
 
-    `torch.utils.swap_tensors` does the same, but not while someone else refers to a tensor, which is the very case here.
+    `torch.utils.swap_tensors` refuses tensors with other references, which is the case here.
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     torch._C._swap_tensor_impl(one, other)  # type: ignore[attr-defined]
 
 
 def _done_elsewhere(func: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether an op is one that the stage which holds its tensors does just so, since all ranks run the same code.
+    """Return whether another stage computes this op, since all ranks run the same code.
 
-    That is arithmetic on tensors of one other stage and plain numbers, as in `target.mul_(m).add_(online, alpha=1 - m)`.
+    This holds for arithmetic on tensors of one other stage and plain numbers: `target.mul_(m).add_(online, alpha=1 - m)`.
     """
     arithmetic = torch.Tag.pointwise in func.tags or func is _aten.copy_.default
     if not arithmetic or torch.Tag.nondeterministic_seeded in func.tags or func._overloadname.endswith("out"):
         return False
-    if any(str(result.type) != "Tensor" for result in func._schema.returns):  # a number that Python decides by
+    if any(
+        str(result.type) != "Tensor" for result in func._schema.returns
+    ):  # a number, on which Python code may branch
         return False
     return len({t.place.stage if isinstance(t, ForeignTensor) else None for t in tensors}) == 1
 
@@ -213,7 +206,7 @@ def _by_form(value: Any) -> Any:
 
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor of the same form."""
+    """Return a meta tensor of the same form."""
     if isinstance(tensor, ForeignTensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return torch.empty_like(tensor.detach(), device="meta")

@@ -1,10 +1,10 @@
-"""The end of a process that has talked to others: the threads of its process groups rest before Python goes.
+"""The end of a process with process groups: their threads stop before the interpreter does.
 
-A thread of gloo lets go of the tensors of an operation a moment after it has said that the operation is done, and needs
-the interpreter for tensors that Python knows. If the interpreter is shutting down by then, Python ends the thread in the
-middle of a C++ destructor, and the process aborts after a good run ("terminate called without an active exception").
-So the groups are destroyed while Python still works, which waits for their threads; threads of groups that somebody
-else still holds get a moment to come to rest.
+A thread of gloo releases the tensors of an operation shortly after it has reported the operation as done, and needs the
+interpreter to release tensors that Python knows. If the interpreter is shutting down by then, it ends the thread inside a
+C++ destructor, and the process aborts after a successful run ("terminate called without an active exception"). So the
+groups are destroyed while the interpreter still works, which waits for their threads. Threads of groups that other code
+still holds get a moment to become idle.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ import torch.distributed as dist
 
 __all__ = ["leave_after_failure", "release_groups", "released_with"]
 
-_PATIENCE = 10.0  # seconds for threads to come to rest
+_PATIENCE = 10.0  # seconds for threads to become idle
 _releases: list[weakref.finalize[..., Any]] = []
 _failed: list[bool] = []
 
 
 def released_with(owner: object, release: Callable[..., None], *args: Any) -> None:
-    """Call `release(*args)` when nobody uses `owner` any more, or before Python ends, if all went well until then."""
+    """Call `release(*args)` when `owner` is collected or, unless the process has failed, before the interpreter ends."""
     if not _releases:
         atexit.register(_leave, os.getpid())
     _releases[:] = [release for release in _releases if release.alive]
     _releases.append(weakref.finalize(owner, release, *args))
-    _releases[-1].atexit = False  # not at the whim of the order in which others have registered
+    _releases[-1].atexit = False  # `_leave` calls it: the order of other exit handlers does not matter
 
 
 def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Close the sockets of groups that nobody uses any more; torch keeps every group until the process ends.
+    """Destroy groups that are not used any more; torch keeps every group until the process ends.
 
-    Only what each rank can do by itself: NCCL ends communicators together, so those stay.
+    Only gloo groups, which a rank can destroy alone. NCCL needs all ranks for that.
     """
     for group in groups:
-        with suppress(Exception):  # the job may be over already
+        with suppress(Exception):  # the default group may be destroyed already
             if group is not None and dist.is_initialized() and dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
 
 
 def leave_after_failure() -> None:
-    """Another rank was lost or this one has failed: do not wait for operations that may never end."""
+    """Do not wait at the end of the process for operations that may never finish, since a rank has failed."""
     _failed.append(True)
 
 
 def _leave(process: int) -> None:
     if os.getpid() != process:  # a fork has none of the threads
         return
-    if not _failed and not hasattr(sys, "last_value"):  # the latter: an exception that nobody has caught
+    if not _failed and not hasattr(sys, "last_value"):  # `last_value`: the process ends by an exception
         while _releases:
             release = _releases.pop()
             found = release.peek()
@@ -67,29 +67,29 @@ def _leave(process: int) -> None:
         with suppress(Exception):
             if dist.is_initialized() and dist.get_backend() == "gloo":
                 dist.destroy_process_group()
-    _rest(_PATIENCE)
+    _wait_for_threads(_PATIENCE)
 
 
 def _forget(owner: Any) -> None:
-    """Take the groups out of an object that lives on, so that they end now."""
+    """Remove the groups from an object that stays alive, so that they end now."""
     held = vars(owner)
     for name in [name for name, value in held.items() if isinstance(value, dist.ProcessGroup)]:
         held[name] = None
 
 
-def _rest(patience: float) -> None:
-    """Wait until the threads of gloo sleep and have not been awake since the last look (Linux only)."""
+def _wait_for_threads(patience: float) -> None:
+    """Wait until the threads of gloo sleep and have not run since the last look (Linux only)."""
     deadline, before = time.monotonic() + patience, None
     while time.monotonic() < deadline:
         now = _threads()
         if not now or (now == before and all(state.startswith("S") for state, _ in now.values())):
             return
         before = now
-        time.sleep(0.01)  # without the interpreter lock, so that a thread that waits for it can go on
+        time.sleep(0.01)  # releases the interpreter lock, so that a thread that waits for it can continue
 
 
 def _threads() -> dict[str, tuple[str, str]]:
-    """State and number of switches of each thread of gloo in this process."""
+    """Return the state and the number of context switches of each thread of gloo in this process."""
     found = {}
     with suppress(OSError):
         for task in Path("/proc/self/task").iterdir():

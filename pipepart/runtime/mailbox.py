@@ -1,68 +1,141 @@
-"""Receives posted ahead in the order of each channel, and sends kept alive until they are done."""
+"""Messages between chunks on different stages: their contents and forms, receives posted ahead, sends in flight."""
 
 from __future__ import annotations
 
+import json
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from pipepart.errors import PipelineError
-from pipepart.recording import Edge
-from pipepart.runtime.messages import Routes, TensorSpec, ValueSpec, decode_announcement, encode_announcement, spec_of
+from pipepart.recording import BATCH, Chunk, Edge
 from pipepart.runtime.transport import Pending, Transport
 from pipepart.schedule import Message
 
-__all__ = ["Announced", "Inbox", "Outbox"]
+__all__ = ["Forms", "Inbox", "Outbox", "Routes", "TensorSpec", "ValueSpec", "Wire"]
 
+_AHEAD = 2  # messages of each channel whose receives are posted ahead
 _MAX_DIMS = 15  # of a tensor whose shape depends on the data: its shape travels in front of it as 16 numbers
 
+Pair = tuple[int, int]
+"""Source chunk and target chunk of a forward message."""
 
-class Announced:
-    """The forms of messages that both ends know already: sent once for each (chunks, form of the micro-batch)."""
 
-    def __init__(self) -> None:
-        self._sent: dict[tuple[int, int, int], tuple[ValueSpec, ...]] = {}
-        self._received: dict[tuple[int, int, int], tuple[ValueSpec, ...]] = {}
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor."""
 
-    def sent(self, key: tuple[int, int, int]) -> tuple[ValueSpec, ...] | None:
-        return self._sent.get(key)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    def note_sent(self, key: tuple[int, int, int], specs: tuple[ValueSpec, ...]) -> None:
-        self._sent[key] = specs
 
-    def received(self, key: tuple[int, int, int]) -> tuple[ValueSpec, ...] | None:
-        return self._received.get(key)
+ValueSpec = TensorSpec | str
+"""The form of a value: that of a tensor, or the type name of a plain number ("int", "float", "bool")."""
 
-    def note_received(self, key: tuple[int, int, int], specs: tuple[ValueSpec, ...]) -> None:
-        self._received[key] = specs
+
+@dataclass(frozen=True)
+class Routes:
+    """The edges between each pair of chunks, and those whose gradients are sent back.
+
+    Leaves of the batch enter the pipeline with chunk 0, so they travel in the messages of chunk 0.
+    """
+
+    forward: Mapping[Pair, tuple[Edge, ...]]
+    """The edges of each pair, in the order of the message."""
+    placement: tuple[int, ...]
+    """The stage of each chunk."""
+
+    @staticmethod
+    def of(chunks: Sequence[Chunk], placement: Sequence[int]) -> Routes:
+        """Return the routes between chunks that are placed on stages."""
+        table: dict[Pair, list[Edge]] = {}
+        for chunk in chunks:
+            for edge in chunk.imports:
+                # Plain numbers of the batch (step counters) reach every rank in the header of the step.
+                if edge.source == BATCH and (chunk.index == 0 or edge.kind == "number"):
+                    continue
+                table.setdefault((max(edge.source, 0), chunk.index), []).append(edge)
+        return Routes({pair: tuple(edges) for pair, edges in sorted(table.items())}, tuple(placement))
+
+    @property
+    def backward_pairs(self) -> frozenset[Pair]:
+        """The pairs over which at least one gradient is sent back."""
+        return frozenset(pair for pair in self.forward if self.gradients[pair])
+
+    def local(self, pair: Pair) -> bool:
+        """Return whether both chunks are on one stage, so that values are handed over and not sent."""
+        return self.placement[pair[0]] == self.placement[pair[1]]
+
+    # Every action reads these, so they are computed once.
+
+    @cached_property
+    def gradients(self) -> dict[Pair, tuple[Edge, ...]]:
+        """For each pair the edges whose gradients are sent back from the target to the source."""
+        return {
+            pair: tuple(edge for edge in edges if pair[1] in edge.grad_targets and edge.source != BATCH)
+            for pair, edges in self.forward.items()
+        }
+
+    @cached_property
+    def leaving(self) -> dict[int, tuple[Pair, ...]]:
+        """For each chunk the pairs of which it is the source."""
+        return {chunk: tuple(p for p in self.forward if p[0] == chunk) for chunk in range(len(self.placement))}
+
+    @cached_property
+    def entering(self) -> dict[int, tuple[Pair, ...]]:
+        """For each chunk the pairs of which it is the target."""
+        return {chunk: tuple(p for p in self.forward if p[1] == chunk) for chunk in range(len(self.placement))}
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Forms of messages that both ends know. They are sent once for each pair of chunks and form of the micro-batch."""
+
+    sent: dict[tuple[int, int, int], tuple[ValueSpec, ...]] = field(default_factory=dict)
+    received: dict[tuple[int, int, int], tuple[ValueSpec, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The connection of one stage to the others in one step."""
+
+    transport: Transport
+    routes: Routes
+    known: Forms
+    device: torch.device
+    forms: Sequence[int]
+    """For each micro-batch a number for the shapes and types of its leaves."""
+
+    def key(self, message: Message) -> tuple[int, int, int]:
+        """Return the key of a forward message in `known`."""
+        return message.source, message.target, self.forms[message.microbatch]
 
 
 class Outbox:
-    """Starts sends and keeps their tensors alive; `settle` waits for all of them."""
+    """The sends of one step. Keeps their tensors alive until `finish`, which waits for all of them."""
 
-    def __init__(
-        self, transport: Transport, routes: Routes, announced: Announced, forms: Sequence[int], device: torch.device
-    ):
-        self._transport, self._routes, self._announced = transport, routes, announced
-        self._forms, self._device = forms, device
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._open: deque[tuple[Pending, torch.Tensor, Message, int]] = deque()
 
     def send_values(self, message: Message, edges: Sequence[Edge], values: Sequence[Any]) -> None:
-        """Send the values of a forward message; its form goes first when the other end does not know it."""
-        target = self._routes.placement[message.target]
-        specs = tuple(spec_of(value, edge) for edge, value in zip(edges, values))
-        key = (message.source, message.target, self._forms[message.microbatch])
-        known = self._announced.sent(key)
+        """Send the values of a forward message, after their form if the receiver does not know it."""
+        wire = self._wire
+        specs = tuple(_spec_of(value, edge) for edge, value in zip(edges, values))
+        key = wire.key(message)
+        known = wire.known.sent.get(key)
         if known is None:
-            for part in encode_announcement(specs):
-                self._start(part.to(self._device), target, message)
-            self._announced.note_sent(key, specs)
+            for part in _encode_forms(specs):
+                self._start(part.to(wire.device), message)
+            wire.known.sent[key] = specs
         for edge, spec, expected in zip(edges, specs, known or specs):
             if edge.dynamic_shape and isinstance(spec, TensorSpec):
-                self._start(_shape_header(spec, edge).to(self._device), target, message)
+                self._start(_shape_header(spec, edge).to(wire.device), message)
             elif spec != expected:
                 raise PipelineError(
                     f"the value of {edge.name!r} (chunk {message.source} to chunk {message.target}) changed its form: expected "
@@ -71,45 +144,41 @@ class Outbox:
                 )
         numbers = [value for value, spec in zip(values, specs) if isinstance(spec, str)]
         if numbers:
-            self._start(_pack(numbers).to(self._device), target, message)
+            self._start(_pack(numbers).to(wire.device), message)
         for value, spec in zip(values, specs):
             if isinstance(spec, TensorSpec):
-                self._start(value.detach(), target, message)
+                self._start(value.detach(), message)
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
+        """Send the gradients of a backward message; the receiver knows their form from its forward."""
         for gradient in gradients:
-            self._start(gradient, self._routes.placement[message.target], message)
+            self._start(gradient, message)
 
-    def _start(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        while self._open and self._open[0][0].is_completed():  # type: ignore[attr-defined]
+    def _start(self, tensor: torch.Tensor, message: Message) -> None:
+        while self._open and self._open[0][0].is_completed():
             self._open.popleft()
         if tensor.numel():
-            tensor = tensor.contiguous()
-            self._open.append((self._transport.send(tensor, target), tensor, message, target))
+            tensor, target = tensor.contiguous(), self._wire.routes.placement[message.target]
+            self._open.append((self._wire.transport.send(tensor, target), tensor, message, target))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
+        """Wait for all sends."""
         while self._open:
             pending, _, message, target = self._open.popleft()
-            _wait(pending, message, "to", target)
+            _wait(pending, message, "SEND", target)
 
 
 class Inbox:
-    """Receives of one step. Posts `window` messages of each channel ahead, in the order in which they will come."""
+    """The receives of one step. Posts a few messages of each channel ahead, in the order in which they will arrive."""
 
     def __init__(
         self,
-        transport: Transport,
-        routes: Routes,
-        announced: Announced,
-        forms: Sequence[int],
-        device: torch.device,
+        wire: Wire,
         expected: Mapping[int, Sequence[Message]],
         gradient_specs: Callable[[Message], tuple[ValueSpec, ...] | None],
-        window: int = 2,
     ) -> None:
-        self._transport, self._routes, self._announced = transport, routes, announced
-        self._forms, self._device, self._window = forms, device, window
-        self._gradient_specs = gradient_specs
+        """`expected`: the messages from each stage in order; `gradient_specs`: the form of a backward message, if known."""
+        self._wire, self._gradient_specs = wire, gradient_specs
         self._waiting = {source: deque(messages) for source, messages in expected.items()}
         self._posted: dict[Message, _Arrival] = {}
         self._posted_from = dict.fromkeys(self._waiting, 0)
@@ -118,45 +187,42 @@ class Inbox:
             self._post_ahead(source)
 
     def take(self, message: Message) -> list[Any]:
-        """The values of a message; waits until they are here."""
-        source = self._routes.placement[message.source]
+        """Wait for a message and return its values."""
+        source = self._wire.routes.placement[message.source]
         while message not in self._posted:
             self._post(source, may_block=True)
-        arrival = self._posted.pop(message)
-        values = arrival.values(message, source)
+        values = self._posted.pop(message).values(message, source)
         self._posted_from[source] -= 1
         self._behind.add(source)
         return values
 
     def post_ahead(self) -> None:
-        """Post again what `take` has used up. Called when no other stage waits for this one."""
+        """Post receives in place of those that `take` has used. Called when no other stage waits for this one."""
         while self._behind:
             self._post_ahead(self._behind.pop())
 
     def _post_ahead(self, source: int) -> None:
-        while (
-            self._waiting[source] and self._posted_from[source] < self._window and self._post(source, may_block=False)
-        ):
-            pass
+        while self._waiting[source] and self._posted_from[source] < _AHEAD:
+            if not self._post(source, may_block=False):
+                return
 
     def _post(self, source: int, may_block: bool) -> bool:
-        """Post the next message of a channel. False if its form is not known yet and `may_block` is not set."""
-        message = self._waiting[source][0]
+        """Post the next message of a channel. Returns False if its form is unknown and `may_block` is not set."""
+        wire, message = self._wire, self._waiting[source][0]
         if message.payload == "B":
             specs = self._gradient_specs(message)
             assert specs is not None or not may_block, f"{message} is expected before its forward has run"
             if specs is None:
                 return False
         else:
-            edges = self._routes.forward[(message.source, message.target)]
-            key = (message.source, message.target, self._forms[message.microbatch])
-            specs = self._announced.received(key)
+            edges = wire.routes.forward[(message.source, message.target)]
+            key = wire.key(message)
+            specs = wire.known.received.get(key)
             dynamic = any(edge.dynamic_shape for edge in edges)
             if not may_block and (specs is None or dynamic):
                 return False
             if specs is None:
-                specs = self._read_announcement(message, source)
-                self._announced.note_received(key, specs)
+                wire.known.received[key] = specs = self._read_forms(message, source)
             if dynamic:
                 specs = tuple(
                     self._read_shape(spec, message, source)
@@ -165,18 +231,18 @@ class Inbox:
                     for edge, spec in zip(edges, specs)
                 )
         self._waiting[source].popleft()
-        self._posted[message] = _Arrival(specs, lambda tensor: self._transport.recv(tensor, source), self._device)
+        self._posted[message] = _Arrival(wire, specs, source)
         self._posted_from[source] += 1
         return True
 
     def _read(self, size: int, dtype: torch.dtype, message: Message, source: int) -> torch.Tensor:
-        buffer = torch.empty(size, dtype=dtype, device=self._device)
-        _wait(self._transport.recv(buffer, source), message, "from", source)
+        buffer = torch.empty(size, dtype=dtype, device=self._wire.device)
+        _wait(self._wire.transport.recv(buffer, source), message, "RECV", source)
         return buffer.cpu()
 
-    def _read_announcement(self, message: Message, source: int) -> tuple[ValueSpec, ...]:
+    def _read_forms(self, message: Message, source: int) -> tuple[ValueSpec, ...]:
         length = int(self._read(1, torch.int64, message, source))
-        return decode_announcement(self._read(length, torch.uint8, message, source))
+        return _decode_forms(self._read(length, torch.uint8, message, source))
 
     def _read_shape(self, spec: TensorSpec, message: Message, source: int) -> TensorSpec:
         header = self._read(_MAX_DIMS + 1, torch.int64, message, source).tolist()
@@ -184,40 +250,65 @@ class Inbox:
 
 
 class _Arrival:
-    """Buffers of one message and the receives that fill them."""
+    """The buffers of one message and the receives that fill them."""
 
-    def __init__(
-        self, specs: Sequence[ValueSpec], recv: Callable[[torch.Tensor], Pending], device: torch.device
-    ) -> None:
-        self._specs = specs
+    def __init__(self, wire: Wire, specs: Sequence[ValueSpec], source: int) -> None:
+        self._specs, device = specs, wire.device
         numbers = sum(isinstance(spec, str) for spec in specs)
         self._numbers = torch.empty(numbers, dtype=torch.int64, device=device)
         self._tensors = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs if isinstance(s, TensorSpec)]
-        self._pending = [recv(buffer) for buffer in (self._numbers, *self._tensors) if buffer.numel()]
+        buffers = (self._numbers, *self._tensors)
+        self._pending = [wire.transport.recv(buffer, source) for buffer in buffers if buffer.numel()]
 
     def values(self, message: Message, source: int) -> list[Any]:
         for pending in self._pending:
-            _wait(pending, message, "from", source)
+            _wait(pending, message, "RECV", source)
         numbers, tensors = iter(self._numbers.tolist()), iter(self._tensors)
         return [_unpack(next(numbers), spec) if isinstance(spec, str) else next(tensors) for spec in self._specs]
 
 
-def _wait(pending: Pending, message: Message, way: str, stage: int) -> None:
+def _wait(pending: Pending, message: Message, kind: str, stage: int) -> None:
     try:
         pending.wait()
     except (RuntimeError, OSError) as error:
-        what = "SEND" if way == "to" else "RECV"
-        raise PipelineError(f"{what} {message} {way} stage {stage} failed: {error}") from error
+        way = "to" if kind == "SEND" else "from"
+        raise PipelineError(f"{kind} {message} {way} stage {stage} failed: {error}") from error
+
+
+def _spec_of(value: Any, edge: Edge) -> ValueSpec:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(tuple(value.shape), value.dtype)
+    if isinstance(value, (bool, int, float)):
+        return type(value).__name__
+    raise PipelineError(
+        f"the value of {edge.name!r} crosses from chunk {edge.source} to {list(edge.targets)}: expected a tensor or a number, "
+        f"got {type(value).__name__}. Keep its producer and its users in one chunk (keep_together)."
+    )
+
+
+def _encode_forms(specs: Sequence[ValueSpec]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the forms of the values of a message as length and bytes."""
+    plain = [(list(s.shape), str(s.dtype).removeprefix("torch.")) if isinstance(s, TensorSpec) else s for s in specs]
+    data = bytearray(json.dumps(plain).encode())
+    return torch.tensor([len(data)], dtype=torch.int64), torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _decode_forms(data: torch.Tensor) -> tuple[ValueSpec, ...]:
+    plain = json.loads(data.cpu().numpy().tobytes())
+    return tuple(s if isinstance(s, str) else TensorSpec(tuple(s[0]), getattr(torch, s[1])) for s in plain)
 
 
 def _shape_header(spec: TensorSpec, edge: Edge) -> torch.Tensor:
     if len(spec.shape) > _MAX_DIMS:
-        raise PipelineError(f"{edge.name!r} has {len(spec.shape)} dimensions; at most {_MAX_DIMS} can cross a cut")
+        raise PipelineError(
+            f"{edge.name!r} has {len(spec.shape)} dimensions; at most {_MAX_DIMS} can cross a cut. Keep its producer and its "
+            "users in one chunk (keep_together)."
+        )
     return torch.tensor([len(spec.shape), *spec.shape, *[0] * (_MAX_DIMS - len(spec.shape))], dtype=torch.int64)
 
 
 def _pack(numbers: Sequence[float]) -> torch.Tensor:
-    """Numbers as 64-bit words; floats keep their bits."""
+    """Return numbers as 64-bit words; floats keep their bits."""
     words = [struct.unpack("<q", struct.pack("<d", n))[0] if isinstance(n, float) else int(n) for n in numbers]
     return torch.tensor(words, dtype=torch.int64)
 

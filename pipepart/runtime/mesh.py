@@ -1,4 +1,4 @@
-"""Which rank does what: replicas x stages, and the process groups between them."""
+"""The mesh of ranks (replicas x stages) and the process groups between them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.errors import PlanError
 from pipepart.runtime.leaving import release_groups, released_with
+from pipepart.runtime.rendezvous import job_store
 
-__all__ = ["Groups", "Mesh", "fit_mesh"]
+__all__ = ["Groups", "Mesh", "fit_mesh", "own_group"]
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks as a table: ``rank = replica * stages + stage``, so that the stages of a replica are neighbours.
+    """The table of ranks: ``rank = replica * stages + stage``, so that the stages of a replica are neighbours.
 
     ```
                stage 0  stage 1  stage 2
@@ -46,16 +47,20 @@ class Mesh:
         return replica * self.stages + stage
 
     def pipeline(self, replica: int) -> list[int]:
-        """The ranks of one whole pipeline, first stage first."""
+        """Return the ranks of one replica, in the order of their stages."""
         return [self.rank(replica, stage) for stage in range(self.stages)]
 
     def copies(self, stage: int) -> list[int]:
-        """The ranks that hold the same stage in every replica."""
+        """Return the ranks that hold this stage, one in each replica."""
         return [self.rank(replica, stage) for replica in range(self.replicas)]
+
+    def describe(self, rank: int) -> str:
+        """Return the rank with its place in the mesh, as errors name it."""
+        return f"rank {rank} (replica {self.replica_of(rank)}, stage {self.stage_of(rank)})"
 
 
 def fit_mesh(devices: int, stages: int | str = "auto", replicas: int | str = "auto") -> Mesh:
-    """The mesh for `devices` processes; what is ``"auto"`` follows from the rest (all devices in one pipeline first)."""
+    """Return the mesh for `devices` processes. With ``"auto"`` for both numbers, all of them make one pipeline."""
     for name, value in (("stages", stages), ("replicas", replicas)):
         if value != "auto" and (isinstance(value, (str, bool)) or int(value) != value or value < 1):
             raise PlanError(f"{name} must be a whole number of at least 1 or 'auto', got {value!r}")
@@ -88,54 +93,48 @@ def _next_multiple(devices: int, of: int) -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that this rank talks in. Made once; every rank of the world takes part in making all of them."""
+    """The process groups of this rank. All ranks of the job create them together."""
 
     mesh: Mesh
     rank: int
     pipeline: dist.ProcessGroup
-    """All stages of this replica: step headers and results."""
+    """All stages of this replica: set-up, values of tails, outputs."""
     down: dist.ProcessGroup
-    """Messages from lower to higher stages. Apart from `up`, so that each channel has one direction and one order
-    (NCCL needs that), and apart from the world group, which Lightning uses on its own."""
+    """Messages from lower to higher stages. Separate from `up`, so that each channel has one direction and one order, as
+    NCCL requires, and separate from the default group, which Lightning uses."""
     up: dist.ProcessGroup
+    """Messages from higher to lower stages."""
     copies: dist.ProcessGroup | None
-    """The same stage in every replica: gradients."""
+    """The same stage in every replica, for gradients; None with one replica."""
     numbers: dist.ProcessGroup | None = None
-    """The same stage in every replica: plain numbers, in host memory."""
+    """The same stage in every replica, for plain numbers in host memory; None with one replica."""
     number: int = 0
-    """Which groups of the job these are: 1 for those that were made first."""
+    """The index of this set of groups in the job; the first set has 1."""
     timeout: float = 300.0
     """Seconds that ranks wait for each other."""
     failures: list[str] = field(default_factory=list, compare=False)
-    """What this rank has failed with in these groups."""
+    """The failures of this rank in these groups."""
     meetings: Counter[str] = field(default_factory=Counter, compare=False)
-    """How often this rank has met others, by who they are."""
+    """The number of meetings of this rank, by the ranks that take part."""
 
     @staticmethod
     def create(mesh: Mesh, timeout: timedelta) -> Groups:
+        """Create the groups of a mesh. All ranks must call it."""
         rank = dist.get_rank()
-        number = int(dist.distributed_c10d._get_default_store().add(f"pipepart/groups/{rank}", 1))
-        mine: dict[str, dist.ProcessGroup] = {}
-        for name in ("pipeline", "down", "up"):
-            for replica in range(mesh.replicas):
-                ranks = mesh.pipeline(replica)
-                group = dist.new_group(ranks, timeout=timeout)
-                if rank in ranks:
-                    mine[name] = group
-        copies = (
-            _own(rank, [mesh.copies(stage) for stage in range(mesh.stages)], timeout) if mesh.replicas > 1 else None
-        )
+        number = int(job_store().add(f"pipepart/groups/{rank}", 1))
+        replicas = [mesh.pipeline(replica) for replica in range(mesh.replicas)]
         stages = [mesh.copies(stage) for stage in range(mesh.stages)]
-        numbers = _own(rank, stages, timeout, "gloo") if mesh.replicas > 1 else None
-        made = Groups(
-            mesh, rank, mine["pipeline"], mine["down"], mine["up"], copies, numbers, number, timeout.total_seconds()
-        )
-        released_with(made, release_groups, [*mine.values(), copies, numbers])
+        pipeline, down, up = (own_group(rank, replicas, timeout) for _ in range(3))
+        copies = own_group(rank, stages, timeout) if mesh.replicas > 1 else None
+        numbers = own_group(rank, stages, timeout, "gloo") if mesh.replicas > 1 else None
+        assert pipeline is not None and down is not None and up is not None
+        made = Groups(mesh, rank, pipeline, down, up, copies, numbers, number, timeout.total_seconds())
+        released_with(made, release_groups, [pipeline, down, up, copies, numbers])
         return made
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The same table as a `DeviceMesh` with the dimensions "replica" (if there are several) and "stage"."""
+        """The mesh as a `DeviceMesh` with the dimensions "replica" (if there are several) and "stage"."""
         kind = "cuda" if dist.get_backend(self.pipeline) == "nccl" else "cpu"
         table = torch.arange(self.mesh.world_size).view(self.mesh.replicas, self.mesh.stages)
         if self.copies is None:
@@ -144,29 +143,35 @@ class Groups:
 
     @property
     def stage(self) -> int:
+        """The stage of this rank."""
         return self.mesh.stage_of(self.rank)
 
     @property
     def replica(self) -> int:
+        """The replica of this rank."""
         return self.mesh.replica_of(self.rank)
 
+    @property
+    def where(self) -> str:
+        """This rank with its place in the mesh, as errors name it."""
+        return self.mesh.describe(self.rank)
+
     def rank_of_stage(self, stage: int) -> int:
-        """The global rank that holds `stage` in this replica."""
+        """Return the rank that holds `stage` in this replica."""
         return self.mesh.rank(self.replica, stage)
 
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
-        """The group for messages from stage `source` to stage `target`."""
+        """Return the group for messages from stage `source` to stage `target`."""
         return self.down if source < target else self.up
 
 
-def _own(
+def own_group(
     rank: int, all_ranks: Iterable[list[int]], timeout: timedelta, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Make one group for each list of ranks (all ranks must do that together) and return the one with `rank` in it."""
+) -> dist.ProcessGroup | None:
+    """Create one group for each list of ranks and return the one with `rank`, if any. All ranks must call it."""
     found: dist.ProcessGroup | None = None
     for ranks in all_ranks:
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
         if rank in ranks:
             found = group
-    assert found is not None, f"rank {rank} is in no group"
     return found

@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches along dim 0, and putting results together again."""
+"""Batches split into micro-batches along dim 0, and outputs of micro-batches merged."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ from pipepart.recording.recording import GuardError
 from pipepart.samples.pieces import Pieces
 
 __all__ = [
-    "MicrobatchSizes", "Whole", "add_up", "batch_size_of", "batched_inputs", "cut_batch", "fitting_cut", "fitting_sizes",
-    "merge_outputs", "microbatch_sizes", "slice_leaves",
+    "MicrobatchSizes",
+    "Whole",
+    "add_up",
+    "batch_size_of",
+    "batched_inputs",
+    "fitting_sizes",
+    "fitting_split",
+    "merge_outputs",
+    "microbatch_sizes",
+    "slice_leaves",
+    "split_batch",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MicrobatchSizes:
-    """How a batch is cut. Sizes may differ by one; the weight of a micro-batch in the loss is its share of the batch."""
+    """The sizes of the micro-batches of a batch. The weight of a micro-batch is its share of the samples."""
 
     sizes: tuple[int, ...]
 
@@ -40,12 +49,12 @@ class MicrobatchSizes:
 
 
 def microbatch_sizes(batch_size: int, microbatches: int) -> MicrobatchSizes:
-    """Cut `batch_size` samples into `microbatches` parts that differ by one at most, the larger ones first."""
+    """Split `batch_size` samples into `microbatches` parts whose sizes differ by one at most, the larger ones first."""
     if microbatches < 1:
         raise PlanError(f"microbatches must be at least 1, got {microbatches}")
     if batch_size < microbatches:
         raise PlanError(
-            f"a batch of {batch_size} sample(s) cannot be cut into {microbatches} micro-batches: every micro-batch needs "
+            f"a batch of {batch_size} sample(s) cannot be split into {microbatches} micro-batches: each of them needs "
             f"at least one sample. Use microbatches={max(batch_size, 1)} or less, a larger batch, or drop_last=True in the "
             f"DataLoader if only the last batch is that small."
         )
@@ -54,26 +63,26 @@ def microbatch_sizes(batch_size: int, microbatches: int) -> MicrobatchSizes:
 
 
 class Whole(list[Any]):
-    """The leaves of a batch that is cut as a container, with the batch itself."""
+    """The leaves of a batch that is split as a container, and the batch itself."""
 
     def __init__(self, leaves: Sequence[Any], pieces: Pieces, batch: Any, flatten: Callable[[Any], list[Any]]) -> None:
         super().__init__(leaves)
         self.samples = pieces.samples(batch)
         self._pieces, self._batch, self._flatten = pieces, batch, flatten
 
-    def cut(self, count: int) -> tuple[list[list[Any]], MicrobatchSizes]:
-        """The leaves of each part; a part that the recording does not hold for is an error."""
+    def split(self, count: int) -> tuple[list[list[Any]], MicrobatchSizes]:
+        """Return the leaves of each part. Raises for a part for which the recording does not hold."""
         found = self._pieces.split(self._batch, count)
         sizes = MicrobatchSizes(tuple(piece.samples for piece in found))
         return [self._flatten(piece.batch) for piece in found], sizes
 
 
-def cut_batch(
+def split_batch(
     recording: Recording, leaves: Sequence[Any], microbatches: int
 ) -> tuple[list[list[Any]], MicrobatchSizes]:
-    """The leaves of each micro-batch; a batch with fewer samples than micro-batches gives fewer of them."""
+    """Return the leaves of each micro-batch. A batch with fewer samples than `microbatches` gives one for each sample."""
     if isinstance(leaves, Whole):
-        return leaves.cut(min(microbatches, leaves.samples))
+        return leaves.split(min(microbatches, leaves.samples))
     batched = batched_inputs(recording)
     total = batch_size_of(leaves, batched)
     sizes = microbatch_sizes(total, min(total, microbatches))
@@ -83,23 +92,23 @@ def cut_batch(
 
 
 def batched_inputs(recording: Recording) -> tuple[int, ...] | None:
-    """The inputs of a recording that hold the samples; None: as far as their sizes tell."""
+    """Return the inputs of a recording that hold samples; None: those with the size of the batch."""
     return recording.batching.places if recording.batching is not None else None
 
 
-def fitting_cut(
+def fitting_split(
     recording: Recording, leaves: Sequence[Any], microbatches: int
 ) -> tuple[list[list[Any]], MicrobatchSizes] | None:
-    """A batch cut so that the recording holds for every part; None if no way is found.
+    """Split a batch so that the recording holds for every part; return None if no way is found.
 
-    Models may do something else for a single sample, so a last batch that would be cut into parts of two samples and of
-    one is cut into fewer.
+    Models may treat a single sample differently, so a last batch that would give parts of two samples and of one is split
+    into fewer parts.
     """
     total = leaves.samples if isinstance(leaves, Whole) else batch_size_of(leaves, batched_inputs(recording))
     most = min(total, microbatches)
     for count in dict.fromkeys((most, max(1, min(most, total // 2)), 1)):
         try:
-            parts, sizes = cut_batch(recording, leaves, count)
+            parts, sizes = split_batch(recording, leaves, count)
         except GuardError:
             continue
         if all(
@@ -110,13 +119,13 @@ def fitting_cut(
 
 
 def fitting_sizes(recording: Recording, leaves: Sequence[Any], microbatches: int) -> MicrobatchSizes | None:
-    """The sizes of `fitting_cut`."""
-    found = fitting_cut(recording, leaves, microbatches)
+    """Return the sizes of `fitting_split`."""
+    found = fitting_split(recording, leaves, microbatches)
     return None if found is None else found[1]
 
 
 def batch_size_of(leaves: Sequence[Any], batched: Sequence[int] | None = None) -> int:
-    """The number of samples of a batch: dim 0 of the leaves `batched`, or the size that it has most often."""
+    """Return the number of samples of a batch: dim 0 of the leaves `batched`, or the most frequent size of dim 0."""
     if isinstance(leaves, Whole):
         return leaves.samples
     if not batched:
@@ -130,10 +139,10 @@ def slice_leaves(
     batched: Sequence[int] | None = None,
     copied: Collection[int] = frozenset(),
 ) -> list[list[Any]]:
-    """The leaves of each micro-batch. Leaves without the batch dimension go to every micro-batch as they are.
+    """Return the leaves of each micro-batch. Leaves without the batch dimension go to every micro-batch unchanged.
 
-    `batched` are the leaves that hold samples; None: as far as their sizes tell. Micro-batches are views of the batch, but
-    for the leaves at the positions in `copied`: those get memory of their own.
+    `batched`: the leaves that hold samples; None: those with the size of the batch. Micro-batches are views of the batch,
+    except for the leaves at the positions in `copied`, which are copied.
     """
     parts: list[list[Any]] = [[] for _ in sizes.sizes]
     for position, leaf in enumerate(leaves):
@@ -146,7 +155,7 @@ def slice_leaves(
 
 
 def add_up(values: Sequence[torch.Tensor], weights: Sequence[float] | None = None) -> torch.Tensor:
-    """The sum of what the micro-batches gave, or, with the weights of the micro-batches, their mean over the samples."""
+    """Return the sum of the values of micro-batches or, with weights of micro-batches, their mean over samples."""
     tensors = [value.detach() for value in values]
     if weights is not None:
         tensors = [tensor * weight for tensor, weight in zip(tensors, weights)]
@@ -156,11 +165,11 @@ def add_up(values: Sequence[torch.Tensor], weights: Sequence[float] | None = Non
 def merge_outputs(
     outputs: Sequence[Sequence[Any]], sizes: MicrobatchSizes, laws: Sequence[str] | None = None
 ) -> list[Any]:
-    """Put the flat outputs of all micro-batches together as one batch would have given them.
+    """Merge the flat outputs of all micro-batches into those of the batch.
 
-    Outputs with the law "sum" are added. Other scalars are means over the samples; tensors with the batch dimension are
-    concatenated; other float tensors are means; what is no tensor is taken from the last micro-batch. Values that a step
-    logs or leaves behind have rules of their own (`lightning/replay.py`): users say how to reduce them.
+    Outputs with the law "sum" are added. Other scalars are means over samples; tensors with the batch dimension are
+    concatenated; other tensors are means; other values are those of the last micro-batch. Values that a step logs are not
+    merged here: the user selects their reduction.
     """
     merged: list[Any] = []
     for values, law in zip(zip(*outputs), laws or repeat("unknown")):

@@ -1,9 +1,10 @@
-"""The part of the model that this rank holds: drops the rest, brings it back, and puts the parts of all stages together."""
+"""The part of the model that each stage holds: ownership, gathering of all parts, and state dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -11,17 +12,69 @@ import torch.distributed as dist
 from torch import nn
 
 from pipepart.errors import ForeignTensorError
+from pipepart.recording import Chunk
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.foreign import ForeignTensor, Place, become, fill_in
 from pipepart.runtime.meeting import gather_objects, meet
 from pipepart.runtime.mesh import Groups
-from pipepart.runtime.ownership import Ownership
 
-__all__ = ["Parts"]
+__all__ = ["Ownership", "Parts"]
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The stages that hold each parameter and buffer, by its (first) full name."""
+
+    parameters: Mapping[str, tuple[int, ...]]
+    """For each parameter the stages that hold a copy, its home first. A parameter with several stages is tied."""
+    buffers: Mapping[str, int]
+    """For each buffer its home: the stage that updates it."""
+    chunks: Mapping[str, tuple[int, ...]]
+    """For each parameter and buffer the chunks that use it."""
+    placement: tuple[int, ...]
+    """The stage of each chunk."""
+
+    @staticmethod
+    def of(root: nn.Module, chunks: Sequence[Chunk], placement: Sequence[int]) -> Ownership:
+        """Return the ownership of the tensors of `root`. The home of tensors that no chunk uses is stage 0."""
+        uses: dict[str, list[int]] = {}
+        for chunk in chunks:
+            for name in (*chunk.parameters, *chunk.buffers):
+                uses.setdefault(name, []).append(chunk.index)
+        stages = {name: [placement[chunk] for chunk in used] for name, used in uses.items()}
+        parameters = {name: tuple(sorted(set(stages.get(name, [0])))) for name, _ in root.named_parameters()}
+        named = dict.fromkeys((*dict(root.named_buffers()), *(name for chunk in chunks for name in chunk.buffers)))
+        buffers = {name: stages.get(name, [0])[0] for name in named}
+        return Ownership(parameters, buffers, {name: tuple(used) for name, used in uses.items()}, tuple(placement))
+
+    def held_by(self, stage: int) -> list[str]:
+        """Return the parameters that a stage holds."""
+        return [name for name, stages in self.parameters.items() if stage in stages]
+
+    def homed_at(self, stage: int) -> list[str]:
+        """Return the parameters whose home is this stage; each parameter has one home."""
+        return [name for name, stages in self.parameters.items() if stages[0] == stage]
+
+    def buffers_held_by(self, stage: int) -> frozenset[str]:
+        """Return the buffers that chunks of a stage use, and those whose home it is."""
+        return frozenset(name for name, home in self.buffers.items() if home == stage or self._chunks_on(stage, name))
+
+    def uses(self, stage: int) -> dict[str, tuple[int, ...]]:
+        """Return the chunks of a stage that use each of its parameters."""
+        found = {name: self._chunks_on(stage, name) for name in self.chunks if name in self.parameters}
+        return {name: chunks for name, chunks in found.items() if chunks}
+
+    def _chunks_on(self, stage: int, name: str) -> tuple[int, ...]:
+        return tuple(chunk for chunk in self.chunks.get(name, ()) if self.placement[chunk] == stage)
+
+    @property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """The stages of each parameter that several stages hold."""
+        return {name: stages for name, stages in self.parameters.items() if len(stages) > 1}
 
 
 class Parts:
-    """A module of which each stage holds some parameters. In a job of one process it is always whole."""
+    """A module of which each stage holds some parameters. In a job of one process the module is always whole."""
 
     def __init__(
         self,
@@ -32,30 +85,30 @@ class Parts:
         held_buffers: Collection[str],
         last_stage: int,
     ) -> None:
-        """`last_stage`: where steps end, and with them what is in the state dict but neither parameter nor buffer."""
+        """`last_stage`: the home of entries of the state dict that are neither parameters nor buffers."""
         self.root, self._ownership, self._groups, self._device = root, ownership, groups, device
         self._held_buffers = frozenset(held_buffers)
         self._stage, self._last = groups.stage if groups is not None else 0, last_stage
         self._locks: list[Any] = []
-        self._reading = False
+        self.reading = False
         self.whole = True
         self._shape = self._identity()
         self.drop()
 
     def _identity(self) -> list[Any]:
-        """Modules and parameters, to see whether the user has put others in their place."""
+        """Return the identity of all modules and parameters, to see whether the user has replaced some."""
         modules = [id(module) for module in self.root.modules()]
         return [modules, [(name, id(p), p.shape, p.dtype) for name, p in self.root.named_parameters()]]
 
     @property
     def same_model(self) -> bool:
-        """Whether the module still has the parameters that it was cut with, so that it can be cut the same way again."""
+        """Whether the module still has the modules and parameters of set-up, so that the plan still fits."""
         return self._identity() == self._shape
 
-    # ---- the values of other stages come and go
+    # ---- values of other stages
 
     def drop(self) -> None:
-        """Keep the values of this stage's parameters; those of other stages become foreign tensors in place."""
+        """Keep the parameters of this stage; parameters of other stages become foreign tensors in place."""
         self.unlock()
         if self._groups is None:
             return
@@ -64,14 +117,14 @@ class Parts:
         self.whole = self._groups.mesh.stages == 1
 
     def drop_empty_buffers(self) -> None:
-        """Buffers without memory (the model was built on the meta device) that other stages hold become foreign too."""
+        """Make buffers of other stages foreign that have no memory, since the model was built on the meta device."""
         for name, buffer in list(self.root.named_buffers()):
             if buffer.is_meta and name not in self._held_buffers and not isinstance(buffer, ForeignTensor):
                 place = self._place(name, "buffer", self._ownership.buffers[name])
                 self._set_buffer(name, ForeignTensor.of(buffer, place))
 
     def cut_again(self) -> None:
-        """Drop what is not of this stage once more. The values of rank 0 count, should the ranks have come to differ."""
+        """Take the values of rank 0 on all ranks, and drop those of other stages again."""
         if self._groups is not None:
             with guarded(self._groups), torch.no_grad():
                 meet(self._groups)
@@ -82,7 +135,7 @@ class Parts:
         self.drop()
 
     def make_whole(self, device: torch.device | None = None) -> None:
-        """All values on every rank, on `device` (by default that of the run). All ranks must call it together."""
+        """Gather all values on every rank, on `device` (default: the device of the run). All ranks must call it."""
         self.unlock()
         device = device or self._device
         if self._groups is None:
@@ -102,7 +155,7 @@ class Parts:
         self.whole = True
 
     def _make_buffers_whole(self, groups: Groups, device: torch.device) -> None:
-        """Each buffer as the stage has it that updates it. A step may have given it another shape there."""
+        """Take each buffer from its home, where a step may have given it another shape."""
         own = {
             name: (tuple(buffer.shape), buffer.dtype)
             for name, buffer in self.root.named_buffers()
@@ -123,7 +176,7 @@ class Parts:
                     buffer.data.copy_(values)
 
     def _gather_gradients(self, groups: Groups) -> None:
-        """Give the parameters of other stages the gradients that they have there."""
+        """Copy the gradients of all parameters from their homes."""
         mine = [name for name, p in self.root.named_parameters() if p.grad is not None]
         parts = gather_objects(mine, groups, inside_replica=True)
         for name, parameter in self.root.named_parameters():
@@ -135,9 +188,9 @@ class Parts:
 
     @contextmanager
     def gathered(self, gradients: bool = False) -> Iterator[None]:
-        """All values (and gradients) on every rank for a moment. All ranks must enter it together.
+        """Hold all values (and gradients) on every rank inside. All ranks must enter it together.
 
-        What is written to a parameter inside holds on the stages that have it, so every rank must write the same.
+        Each stage keeps the values that are written to its parameters inside, so every rank must write the same values.
         """
         if self.whole:
             yield
@@ -153,7 +206,7 @@ class Parts:
 
     @contextmanager
     def by_shapes(self) -> Iterator[None]:
-        """Plain meta tensors in the place of foreign ones for a moment, to record a model that is whole nowhere."""
+        """Replace foreign tensors by plain meta tensors inside, to record a model that is whole on no rank."""
         foreign = list(self._foreign())
         buffers = [(name, buffer) for name, buffer in self.root.named_buffers() if isinstance(buffer, ForeignTensor)]
         for _, parameter in foreign:
@@ -183,16 +236,16 @@ class Parts:
         path, _, key = name.rpartition(".")
         self.root.get_submodule(path)._buffers[key] = buffer
 
-    # ---- a module in parts that is used as if it were whole
+    # ---- refusal of a module in parts
 
     def lock(self, why: str) -> None:
-        """Until it is cut or whole again, `state_dict` and calls of modules that lack values raise with this sentence."""
+        """Make `state_dict` and calls of modules without values raise, with the reason `why`, until `unlock`."""
         self.unlock()
         if self.whole:
             return
         text = (
             f"{type(self.root).__name__} is in parts, since {why}: this rank holds the values of stage {self._stage} only. Do "
-            "one of these, on every rank: `trainer.strategy.make_whole()` first, which gathers all values; or "
+            "one of these, on every rank: call `trainer.strategy.make_whole()` first, which gathers all values; or call "
             "`trainer.save_checkpoint(path)`, which writes the whole model."
         )
         refuse = _Refusal(self, text)
@@ -210,21 +263,21 @@ class Parts:
     # ---- state dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the module; tensors of other stages are in it by their form."""
-        before, self._reading = self._reading, True
+        """Return the state dict of the module, with foreign tensors for those of other stages."""
+        before, self.reading = self.reading, True
         try:
             return self.root.state_dict()
         finally:
-            self._reading = before
+            self.reading = before
 
     def full_state_dict(self) -> dict[str, Any]:
-        """All parameters and buffers by full name, on rank 0; empty elsewhere. Every rank must call it."""
+        """Return all parameters and buffers by full name on rank 0, and an empty dict elsewhere. Every rank must call it."""
         own = self.state_dict()
         groups = self._groups
         if groups is None:
             return own
         with guarded(groups):
-            mine = self._true_here(own)
+            mine = self._homed_here(own)
             parts: list[Any] | None = [None] * groups.mesh.stages if self._stage == 0 else None
             dist.gather_object(mine, parts, groups.rank_of_stage(0), group=groups.pipeline)
         if groups.rank != 0 or parts is None:
@@ -233,12 +286,12 @@ class Parts:
         return type(own)((name, merged.get(name, value)) for name, value in own.items())
 
     def own_state_dict(self) -> dict[str, Any]:
-        """The entries of the state dict whose true value is on this stage."""
+        """Return the entries of the state dict whose home is this stage."""
         state = self.state_dict()
-        return state if self._groups is None else self._true_here(state)
+        return state if self._groups is None else self._homed_here(state)
 
-    def _true_here(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The entries of a state dict whose true value is on this stage, names of ties included."""
+    def _homed_here(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries of a state dict whose home is this stage, with all names of tied parameters."""
         homed = set(self._ownership.homed_at(self._stage))
         objects = {id(p): name for name, p in self.root.named_parameters()}
         buffers = {id(b): name for name, b in self.root.named_buffers()}
@@ -249,14 +302,14 @@ class Parts:
         for name, buffer in self.root.named_buffers(remove_duplicate=False):
             if name in state and self._ownership.buffers[buffers[id(buffer)]] == self._stage:
                 found[name] = state[name].detach().cpu()
-        if self._stage == self._last:  # persistent states of metrics and the like are neither
+        if self._stage == self._last:  # entries that are neither, such as persistent states of metrics
             tensors = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
             tensors |= {name for name, _ in self.root.named_buffers(remove_duplicate=False)}
             found.update({name: value for name, value in state.items() if name not in tensors})
         return found
 
     def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Take this stage's part of a state dict of the whole model."""
+        """Load the part of this stage from a state dict of the whole model."""
         tensors = (
             *self.root.named_parameters(remove_duplicate=False), *self.root.named_buffers(remove_duplicate=False),
         )  # fmt: skip
@@ -272,13 +325,13 @@ class Parts:
 
 
 class _Refusal:
-    """A hook of modules in parts: whoever calls them, reads their state or pickles them gets a sentence instead."""
+    """A hook that raises when a module in parts is called, pickled or asked for its state dict."""
 
     def __init__(self, parts: Parts, text: str) -> None:
         self._parts, self._text = parts, text
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not self._parts._reading:
+        if not self._parts.reading:
             raise ForeignTensorError(self._text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:

@@ -1,10 +1,10 @@
-"""Transport between CPU processes of one host: tensors through shared memory, notices through a local socket.
+"""Transport between CPU processes of one host: tensors go through shared memory, notices through a local socket.
 
-A pair of stages has one socket. The sender copies a tensor into a segment of shared memory and sends a small notice;
-the receiver copies it out, and tells with one of its next notices that the segment is free. Nobody polls, and a send
-never waits: a segment that is not free is not waited for, another one is made. Segments and sockets have no names in
-the file system (they are memory files handed over by descriptor, and abstract sockets), so nothing is left behind by a
-process that is killed, and a peer that dies is noticed at once by the end of its socket.
+Each pair of stages has one socket. The sender copies a tensor into a segment of shared memory and sends a small notice.
+The receiver copies the tensor out, and one of its next notices tells that the segment is free. There is no polling, and a
+send does not wait: if no segment is free, it makes a new one. Segments (memory files, passed by descriptor) and sockets
+(abstract names) are not in the file system, so a killed process leaves nothing behind, and the end of its socket tells its
+peers at once.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from pipepart.runtime.transport import Pending
 
 __all__ = ["SharedMemoryTransport", "one_host"]
 
-_FREED = 8  # at most so many freed segments are told with one notice
-_NOTICE = struct.Struct(f"<BQQB{_FREED}Q")  # kind, segment, bytes, how many segments are free again, which
+_FREED = 8  # freed segments in one notice, at most
+_NOTICE = struct.Struct(f"<BQQB{_FREED}Q")  # kind, segment, bytes, number of freed segments, freed segments
 _DATA, _NEW, _FREE = 0, 1, 2
 _ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i")) if hasattr(socket, "CMSG_SPACE") else 0
 _LEAST = 1 << 12  # bytes of the smallest segment
-_LOOK = 1.0  # seconds of waiting between two looks at whether another rank has failed
+_LOOK = 1.0  # seconds between two looks at failures of other ranks
 
 
 def one_host(groups: Groups) -> bool:
-    """Whether all ranks of this replica can share memory: same running system, and one that has memory files."""
+    """Return whether all ranks of this replica run on one system with memory files. All of them must call it."""
     if not hasattr(os, "memfd_create") or not hasattr(socket, "AF_UNIX"):
         return False
     try:
@@ -63,7 +63,7 @@ class _Peer:
     """One end of the socket of a pair, with the segments of both directions."""
 
     def __init__(self, connection: socket.socket, who: str, timeout: float, look: Callable[[], None]) -> None:
-        """`look` is called now and then by one who waits: it raises if waiting is in vain."""
+        """`look` is called regularly while waiting, and raises if another rank has failed."""
         self._socket, self._who, self._timeout, self._look = connection, who, timeout, look
         connection.setblocking(False)
         self._readable, self._writable = select.poll(), select.poll()  # not select(): no descriptor above 1023
@@ -74,7 +74,7 @@ class _Peer:
         self._theirs: dict[int, _Segment] = {}
         self._arrived: deque[tuple[int, int]] = deque()
         self._done: list[int] = []
-        """Segments of the peer that were copied out; it is told with the next notice."""
+        """Segments of the peer that are free again; the next notice tells it."""
 
     def send(self, tensor: torch.Tensor) -> None:
         assert tensor.is_contiguous()
@@ -98,14 +98,14 @@ class _Peer:
         ctypes.memmove(tensor.data_ptr(), self._theirs[number].address, size)
         self._done.append(number)
         if len(self._done) == _FREED:
-            with suppress(ConnectionError):  # a peer that has ended after its last message needs nothing back
+            with suppress(ConnectionError):  # a peer that has ended needs no segments
                 self._notify(_FREE, 0, 0)
 
     def _take(self, size: int) -> int:
-        """A free segment that is large enough (the smallest), or a new one as a negative number."""
+        """Return the smallest free segment that is large enough, or a new one as a negative number."""
         best = self._smallest(size)
         if best is None:
-            self._read(block=False)  # some may have come back
+            self._read(block=False)  # segments may be free again
             best = self._smallest(size)
         if best is not None:
             self._free.remove(best)
@@ -132,15 +132,15 @@ class _Peer:
                 else:
                     self._socket.send(notice)
                 return
-            except BlockingIOError:  # the peer has not read for long: make room by reading, then wait for it
+            except BlockingIOError:  # the socket is full: read, so that the peer can send, and wait
                 self._read(block=False)
                 self._await(write=True, deadline=deadline)
 
     def _read(self, block: bool) -> None:
-        """Take in notices: wait for data, or take all that is here."""
+        """Read notices: with `block`, up to the next tensor; else all that have arrived."""
         deadline = time.monotonic() + self._timeout
         while True:
-            if block:  # most often nothing is here yet: waiting first saves a call that fails
+            if block:  # usually no notice is here yet, and the read would fail
                 self._await(write=False, deadline=deadline)
             try:
                 data, ancillary, _, _ = self._socket.recvmsg(_NOTICE.size, _ROOM_FOR_DESCRIPTOR)
@@ -148,12 +148,12 @@ class _Peer:
                 if not block:
                     return
                 continue
-            except ConnectionResetError:  # it ended with notices of ours unread; what it sent before is still to come
+            except ConnectionResetError:  # the peer ended with unread notices; its own are still readable
                 continue
             if not data:
                 if block:
                     raise ConnectionResetError(f"{self._who} is gone: Connection closed by peer")
-                return  # it has ended, but all that was waited for is here
+                return  # the peer has ended after its last notice
             kind, number, size, count, *freed = _NOTICE.unpack(data)
             self._free.extend(freed[:count])
             if kind == _FREE:
@@ -180,7 +180,7 @@ class _Peer:
 
 
 class _Done:
-    """A send that is over when it returns: the tensor has been copied."""
+    """A finished send: the tensor has been copied."""
 
     def wait(self) -> None:
         return
@@ -190,7 +190,7 @@ class _Done:
 
 
 class _Receive:
-    """A receive that is carried out when it is waited for; those before it in the same channel go first."""
+    """A receive that runs when it is waited for, after earlier receives of the same channel."""
 
     def __init__(self, channel: deque[_Receive], peer: _Peer, tensor: torch.Tensor) -> None:
         self._channel, self._peer, self._tensor, self._over = channel, peer, tensor, False
@@ -211,7 +211,7 @@ _DONE = _Done()
 
 
 class SharedMemoryTransport:
-    """`Transport` for the CPU processes of one replica on one host. Made by all of its ranks together."""
+    """`Transport` for the CPU processes of one replica on one host. All of its ranks create it together."""
 
     def __init__(self, groups: Groups, timeout: float) -> None:
         self._stage = groups.stage
@@ -231,7 +231,7 @@ class SharedMemoryTransport:
 
 
 def _connect(groups: Groups, timeout: float) -> Mapping[int, _Peer]:
-    """A socket to every other stage of the replica: the higher stage listens, the lower one connects."""
+    """Return a socket to every other stage of the replica: the higher stage listens, the lower one connects."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0pipepart-{os.getpid()}-{os.urandom(8).hex()}")
     listener.listen(groups.mesh.stages)
@@ -249,7 +249,7 @@ def _connect(groups: Groups, timeout: float) -> Mapping[int, _Peer]:
         connection, _ = listener.accept()
         connection.settimeout(timeout)
         user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-        if user != os.getuid():  # an abstract name is open to every user of the host
+        if user != os.getuid():  # every user of the host can connect to an abstract name
             raise RuntimeError(f"a process of user {user} tried to join this pipeline")
         found[struct.unpack("<Q", connection.recv(8))[0]] = connection
     listener.close()

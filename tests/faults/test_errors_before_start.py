@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import lightning as L
 import pytest
 import torch
 from support.lightning_modules import Module, loader
 from support.models import MLP
-from support.ranks import RanksFailed, run_ranks
+from support.ranks import error_of, run_ranks
 
 from pipepart import Pipeline, PipelineStrategy, Plan
 from pipepart.errors import PlanError, ScheduleError
@@ -49,7 +51,7 @@ def test_mesh_follows_from_what_is_given() -> None:
 
 def test_batch_smaller_than_the_microbatches() -> None:
     with pytest.raises(
-        PlanError, match=r"a batch of 3 sample\(s\) cannot be cut into 4 micro-batches.*microbatches=3 or less"
+        PlanError, match=r"a batch of 3 sample\(s\) cannot be split into 4 micro-batches.*microbatches=3 or less"
     ):
         Pipeline(MLP().double(), MLP.batch(3), microbatches=4)
 
@@ -78,8 +80,8 @@ def _too_many_stages():
 
 @pytest.mark.slow
 def test_more_stages_than_the_model_can_be_cut_into() -> None:
-    with pytest.raises(RanksFailed, match=r"PartitionError.*4"):
-        run_ranks(4, _too_many_stages)
+    for text in run_ranks(4, error_of, _too_many_stages):
+        assert re.search("PartitionError.*4", text), text
 
 
 def _small_last_batch_only():
@@ -98,8 +100,8 @@ def _small_last_batch_only():
 
 
 def test_microbatches_that_no_batch_can_fill_in_a_trainer() -> None:
-    with pytest.raises(RanksFailed, match=r"a batch of 8 sample.* cannot be cut into 16 micro-batches"):
-        run_ranks(2, _small_last_batch_only)
+    for text in run_ranks(2, error_of, _small_last_batch_only):
+        assert re.search("a batch of 8 sample.* cannot be split into 16 micro-batches", text), text
 
 
 def test_plan_files(tmp_path) -> None:

@@ -13,7 +13,7 @@ from support.reference import assert_close, reference_step
 
 import pipepart
 from pipepart import PipelineStrategy
-from pipepart.runtime.replicas import ReplicaMean
+from pipepart.runtime.gradients import ReplicaMean
 
 SLOW = pytest.mark.slow
 QUIET = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipepart.runtime.accumulation import Accumulation
+from pipepart.runtime.gradients import Accumulation
 
 
 @pytest.mark.parametrize(

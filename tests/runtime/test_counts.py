@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipepart.build.counts import MeasuredCount, measured_counts
+from pipepart.build.agreement import MeasuredCount, measured_counts
 from pipepart.cost import profile
 from pipepart.recording import record
 

@@ -15,7 +15,7 @@ from pipepart.runtime.microbatch import batch_size_of, merge_outputs, microbatch
 @given(st.integers(1, 200), st.integers(1, 50))
 def test_sizes_cover_the_batch_and_differ_by_one_at_most(batch: int, count: int) -> None:
     if batch < count:
-        with pytest.raises(PlanError, match="cannot be cut"):
+        with pytest.raises(PlanError, match="cannot be split"):
             microbatch_sizes(batch, count)
         return
     sizes = microbatch_sizes(batch, count)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipepart.runtime.recompute import RandomState, again, running_again
+from pipepart.runtime.randomness import RandomState, recomputing, running_again
 
 
 def _draw() -> tuple[float, float, float]:
@@ -23,7 +23,7 @@ def test_every_generator_is_wound_back_and_forward_again() -> None:
     following = _draw()
     between.restore()
     assert not running_again()
-    with again(nn.BatchNorm1d(2), before, device):
+    with recomputing(nn.BatchNorm1d(2), before, device):
         assert running_again()
         assert _draw() == first
     assert not running_again()
@@ -36,7 +36,7 @@ def test_buffers_do_not_count_the_second_run() -> None:
     state = RandomState(device)
     layer(torch.randn(4, 2))
     kept = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    with again(layer, state, device):
+    with recomputing(layer, state, device):
         layer(torch.randn(4, 2))
     for name, buffer in layer.named_buffers():
         assert torch.equal(buffer, kept[name]), name

@@ -22,7 +22,7 @@ JOB = """
     from datetime import timedelta
     from pathlib import Path
     import torch.distributed as dist
-    from pipepart.runtime.launch import join_job
+    from pipepart.runtime.rendezvous import join_job
 
     join_job(timedelta(seconds=240))
     dist.barrier()
@@ -73,5 +73,5 @@ def test_a_port_that_is_taken_is_named() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}, which cannot be listened on.*MASTER_PORT"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*MASTER_PORT"):
             local_store("127.0.0.1", port, 0, 2, timedelta(seconds=1))

@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 from support.reference import assert_close, reference_step
 from torch import nn
 
-from pipepart.runtime import replicas as module
+from pipepart.runtime import gradients as module
 
 
 def _accumulated(name: str, stages: int) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["RanksFailed", "run_ranks", "stop_pools"]
+__all__ = ["RanksFailed", "error_of", "run_ranks", "stop_pools"]
 
 
 class RanksFailed(AssertionError):
@@ -124,6 +124,17 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: floa
         next(iter(_pools.values())).kill()
     _pools[size] = pool or _Pool(size)
     return _pools[size].run(function, args, kwargs, timeout)
+
+
+def error_of(function: Callable[..., Any], *args: Any) -> str:
+    """The error of pipepart that a call raises on this rank, as text: as a result of a rank, it does not cost the pool."""
+    from pipepart.errors import PipepartError
+
+    try:
+        function(*args)
+    except PipepartError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def stop_pools() -> None:

@@ -1,0 +1,124 @@
+"""The inputs of set-up: the job, its steps, and the example on which they are recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipepart.options import Options
+from pipepart.planning import auto_microbatches
+from pipepart.recording import Recording
+from pipepart.recording.inputs import trees
+from pipepart.recording.inputs.batching import Batching, batching_of
+from pipepart.runtime import Groups, Mesh
+from pipepart.runtime.microbatch import MicrobatchSizes, microbatch_sizes, slice_leaves
+from pipepart.samples.pieces import Pieces, pieces_of
+from pipepart.schedule import read_csv
+
+__all__ = ["Example", "Job", "Recorded", "Step", "example_microbatch"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, the options of its user, and the processes that run it."""
+
+    root: nn.Module
+    options: Options
+    mesh: Mesh
+    groups: Groups | None
+    device: torch.device
+    call: bool = False
+    """A batch is a pair of positional and named arguments; else it is one argument."""
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context of steps (precision)."""
+    precision: str = ""
+    """The name of the precision."""
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a recorded call for a batch."""
+        args, kwargs = batch if self.call else ((batch,), {})
+        return args, kwargs
+
+    def source(self, inside_replica: bool = False) -> int:
+        """Return the rank that decides for all ranks, or for all stages of its replica."""
+        return self.groups.rank_of_stage(0) if self.groups is not None and inside_replica else 0
+
+    def decides(self, inside_replica: bool = False) -> bool:
+        """Return whether this rank decides for all ranks, or for all stages of its replica."""
+        return self.groups is None or self.groups.rank == self.source(inside_replica)
+
+
+@dataclass(frozen=True)
+class Example:
+    """The first micro-batch of an example batch, and the usual split of that batch."""
+
+    batch: Any
+    sizes: MicrobatchSizes
+    batching: Batching
+    others: tuple[Any, ...] = ()
+    """Further batches to record on, if the batch is split as a container."""
+    pieces: Pieces | None = None
+    """The way a container is split; None for batches that are split leaf by leaf."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded step and properties of its outputs."""
+
+    recording: Recording
+    free: frozenset[int] = frozenset()
+    """Outputs that are not merged as means or batches."""
+    averaged: frozenset[int] = frozenset()
+    """Outputs whose values are averaged over replicas after the step."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the model, with the function that records it on an example."""
+
+    name: str
+    record: Callable[[Example], Recorded]
+    trains: bool = True
+    mode: Callable[[], Any] = lambda: None
+    """Sets the mode of the model for this step; the modes of its modules are restored afterwards."""
+
+
+def example_microbatch(
+    example: Any, options: Options, mesh: Mesh, root: nn.Module | None = None, call: bool = False, fewer: bool = False
+) -> Example:
+    """Return the first micro-batch of an example, which may be any nesting of containers.
+
+    `root` may have a method ``split(batch, n)``; `call`: the example is a pair of positional and named arguments;
+    `fewer`: a batch with fewer samples than micro-batches is split into fewer.
+    """
+    leaves, tree = trees.flatten(example)
+    fixed = _fixed_count(options)
+    pieces = pieces_of(example, root, options.batch_dim, call, 2 if fixed is None else fixed)
+    if pieces is not None:
+        total = pieces.samples(example)
+        found = pieces.split(example, min(total, fixed or auto_microbatches(mesh.stages, total)))
+        first, sizes = found[0], MicrobatchSizes(tuple(piece.samples for piece in found))
+        others = [example] if len(found) > 1 else [piece.batch for piece in pieces.split(example, 2)[1:]]
+        return Example(first.batch, sizes, Batching((None,) * len(leaves), first.samples), tuple(others), pieces)
+    paths = [path[3:] if call else path for path in trees.leaf_paths(tree)]
+    batching = batching_of(leaves, paths, options.batch_dim)
+    count = fixed or auto_microbatches(mesh.stages, batching.samples)
+    sizes = microbatch_sizes(batching.samples, min(count, batching.samples) if fewer else count)
+    part = slice_leaves(batching.first(leaves), sizes, batching.places)[0]
+    first_batching = dataclasses.replace(batching, samples=sizes.sizes[0])
+    return Example(trees.unflatten(batching.back(part), tree), sizes, first_batching)
+
+
+def _fixed_count(options: Options) -> int | None:
+    """Return the number of micro-batches that the options fix, or None."""
+    if options.given_plan is not None:
+        return options.given_plan.microbatches
+    if options.microbatches == "auto" and options.schedule.endswith(".csv"):
+        return read_csv(options.schedule).microbatches
+    return None if options.microbatches == "auto" else int(options.microbatches)

@@ -1,0 +1,115 @@
+"""The parameters of one stage and their gradients: before, during and after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.gradients import GradientSync, clip_grad_norm, gradient_norm
+from pipepart.runtime.mesh import Groups
+from pipepart.runtime.parts import Ownership
+
+__all__ = ["StageParameters", "StepGradients"]
+
+
+class StepGradients:
+    """The gradients while one training step runs: `.grad` has the new ones, those of earlier steps are set aside."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], before: Mapping[str, torch.Tensor]) -> None:
+        self.parameters, self.before = parameters, before
+
+    @torch.no_grad()
+    def scale_earlier(self, factor: float) -> None:
+        """Multiply the gradients of earlier batches of the same optimizer step, before new ones are added."""
+        if factor != 1.0:
+            unreduced = (p.grad for p in self.parameters.values() if p.grad is not None)
+            for gradient in (*self.before.values(), *unreduced):
+                gradient.mul_(factor)
+
+
+class StageParameters:
+    """The parameters that one stage holds. New gradients are kept apart from `.grad` until `hand_over`."""
+
+    def __init__(self, root: nn.Module, ownership: Ownership, groups: Groups | None, device: torch.device) -> None:
+        """All ranks must call it together."""
+        self._root, self._ownership, self._groups, self._device = root, ownership, groups, device
+        self.sync = GradientSync(ownership, groups)
+        self._fresh: dict[str, torch.Tensor] = {}
+        """Reduced gradients of the last step."""
+        self._unreduced: dict[str, torch.Tensor] = {}
+        """Gradients of this rank alone, of steps that were not reduced."""
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of this stage by full name."""
+        found = {name: module._parameters[key] for name, module, key in self._places}
+        return {name: parameter for name, parameter in found.items() if parameter is not None}
+
+    @cached_property
+    def _places(self) -> list[tuple[str, nn.Module, str]]:
+        """Name, module and key of each parameter. Every step needs them, and a walk through a deep tree is slow."""
+        held = set(self._ownership.held_by(self._groups.stage)) if self._groups is not None else None
+        names = [name for name, _ in self._root.named_parameters() if held is None or name in held]
+        split_names = [(name, *name.rpartition(".")[::2]) for name in names]
+        return [(name, self._root.get_submodule(path), key) for name, path, key in split_names]
+
+    @contextmanager
+    def step(self, reduce: bool) -> Iterator[StepGradients]:
+        """Collect the gradients of the step inside; with `reduce`, they are reduced when the region ends."""
+        parameters, unreduced = self.named(), self._unreduced
+        grads = {name: parameter.grad for name, parameter in parameters.items()}
+        before = {name: g for name, g in grads.items() if g is not None and g is not unreduced.get(name)}
+        for name, parameter in parameters.items():
+            parameter.grad = unreduced.pop(name, None)
+        try:
+            if reduce:
+                self.sync.begin(parameters)
+            yield StepGradients(parameters, before)
+            made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            self._fresh, self._unreduced = (made, {}) if reduce else ({}, made)
+        finally:
+            for name, parameter in parameters.items():
+                parameter.grad = before.get(name)
+
+    @torch.no_grad()
+    def hand_over(self, show_own: bool = False) -> None:
+        """Add the gradients of the last step to `.grad`, as a backward in one process would.
+
+        With `show_own`, `.grad` shows the gradients of steps that were not reduced; they belong to this rank alone.
+        """
+        parameters = self.named()
+        if show_own:
+            for name, gradient in self._unreduced.items():
+                parameters[name].grad = gradient
+        for name, gradient in self._fresh.items():
+            parameter = parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._fresh = {}
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients of the last step by name instead of handing them over."""
+        taken, self._fresh, self._unreduced = {**self._unreduced, **self._fresh}, {}, {}
+        return taken
+
+    def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clip gradients of `parameters` by their norm over all stages; parameters of other stages are left out."""
+        wanted = {id(p) for p in parameters}
+        clipped = [p for p in self.named().values() if id(p) in wanted]
+        counted = [p for p in self._counted() if id(p) in wanted]
+        with guarded(self._groups):
+            return clip_grad_norm(counted, clipped, max_norm, self._groups, self._device)
+
+    def norm(self) -> torch.Tensor:
+        """Return the 2-norm of all gradients of the model. Every stage must call it."""
+        with guarded(self._groups):
+            return gradient_norm(self._counted(), self._groups, self._device)
+
+    def _counted(self) -> list[nn.Parameter]:
+        """Return the parameters that this stage contributes to a sum over the model: those with their home here."""
+        held = self.named()
+        homed = set(held) if self._groups is None else set(self._ownership.homed_at(self._groups.stage))
+        return [parameter for name, parameter in held.items() if name in homed]
