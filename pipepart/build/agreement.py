@@ -16,13 +16,13 @@ from torch import nn
 from pipepart.build.counts import MeasuredCount, MeasuredCounts, measured_counts
 from pipepart.cost import OpCosts, profiled
 from pipepart.cost.analytic import analytic
-from pipepart.cost.cluster import this_machine
+from pipepart.cost.this_machine import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
 from pipepart.planning import Plan, auto_microbatches, search, transfer
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
-from pipepart.planning.parameter_uses import parameter_sizes
+from pipepart.planning.memory import parameter_sizes
 from pipepart.recording import Recording, prove_chunks, split
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching, batching_of

@@ -15,7 +15,7 @@ import torch
 
 from pipepart.cost import OpCosts, whole_step
 from pipepart.planning import MicrobatchCount, neighbouring_counts
-from pipepart.planning.sources import resized, scaled
+from pipepart.planning.sources import resized
 from pipepart.recording import Recording
 
 __all__ = ["MeasuredCount", "MeasuredCounts", "measured_counts"]
@@ -88,5 +88,5 @@ def _measured(
     then = sum(usual.costs.forward), sum(usual.costs.backward)
     if not all((forward, backward, *then)):
         return None
-    costs = scaled(usual.costs, other.size / usual.size, forward / then[0], backward / then[1])
+    costs = usual.costs.scaled(other.size / usual.size, forward / then[0], backward / then[1])
     return MeasuredCount(other.microbatches, other.size, costs)

@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from pipepart.errors import PipepartError
+from pipepart.files import keep_json, load_json
+
 __all__ = ["VARIABLES", "Products", "announced", "cache_folder", "keep", "kept"]
 
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
@@ -54,23 +57,15 @@ def announced() -> tuple[str, str] | None:
 def kept(cpu: tuple[str, str]) -> Products | None:
     """The answer for this CPU; a file that cannot be read is no answer."""
     try:
-        data = json.loads(_file(cpu).read_text())
-        works = tuple(str(name) for name in data["works"])
-        return Products(works, {str(name): str(value) for name, value in data["limit"].items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = load_json(_file(cpu))
+        return Products(found.at("works").read(tuple[str, ...]), found.at("limit").read(dict[str, str]))
+    except PipepartError:
         return None
 
 
 def keep(cpu: tuple[str, str], answer: Products) -> None:
-    """Write the answer whole or not at all; a folder that cannot be written costs the time to try again."""
-    path = _file(cpu)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(f".{os.getpid()}.tmp")
-        beside.write_text(json.dumps({**asdict(answer), "cpu": cpu[0]}, indent=1) + "\n")
-        os.replace(beside, path)
-    except OSError:
-        return
+    """Keep the answer; a folder that cannot be written costs the time to try again."""
+    keep_json(_file(cpu), {**asdict(answer), "cpu": cpu[0]})
 
 
 def _file(cpu: tuple[str, str]) -> Path:
