@@ -85,6 +85,8 @@ def load_yaml(path: str | Path, error: type[PipepartError] = PlanError) -> Field
         return Field(OmegaConf.to_container(OmegaConf.create(text), resolve=True), str(path), error=error)
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError) as problem:
         raise error(f"{str(path)!r} is not usable YAML: {problem}") from problem
+    except (AssertionError, TypeError) as problem:  # a document that is a single number or date
+        raise error(f"{str(path)!r} is not usable YAML; expected a mapping") from problem
 
 
 def keep_json(path: Path, data: Any) -> None:

@@ -178,7 +178,7 @@ def load_cluster(name: str | Path, *, devices: int | None = None) -> Cluster:
 
 def cluster_from(data: Mapping[str, Any]) -> Cluster:
     """Make a cluster from a mapping as in ``conf/cluster``; ``measured: true`` stands for the machine that runs this."""
-    return _cluster(Field(data, f"cluster {data.get('name', 'cluster')!r}", error=ConfigError))
+    return _cluster(Field(data, "the configuration of the cluster", error=ConfigError))
 
 
 @dataclass(frozen=True)

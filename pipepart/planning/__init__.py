@@ -9,7 +9,7 @@
     pricing     costs of a split  <-------------------- splits     the best split for each (problems: for the partitioner)
       traffic, memory, chunks                            |
                                                          v
-    plan        the plan and its file <- outcome <--- search       the best of all; entry: `plan` for users
+    plan        the plan and its file <-- finish <-- search       the best of all; entry: `plan` for users
     describe, transfer                                             read plans
 
 Knows graphs, costs, partitions and schedules, for a cluster that need not exist. Knows nothing of processes.

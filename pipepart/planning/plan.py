@@ -187,7 +187,7 @@ def _read(text: str) -> Plan:
 def _check(plan: Plan) -> None:
     """Refuse a plan whose parts contradict each other, or whose schedule is too large to simulate."""
     stages, chunks = max(plan.placement, default=-1) + 1, len(plan.placement)
-    if set(plan.placement) != set(range(stages)) or chunks % max(stages, 1) or not chunks:
+    if not 1 <= stages <= chunks or len(set(plan.placement)) != stages or chunks % stages:
         raise PlanError(
             f"placement is {list(plan.placement)!s:.80}; expected equally many chunks on every stage from 0 on"
         )

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pipepart.errors import PartitionError
 from pipepart.graph import OpGraph
 from pipepart.planning.candidates import Candidate, SearchSpace
+from pipepart.planning.finish import make_plan, nothing_fits
 from pipepart.planning.memory import ParameterSize
-from pipepart.planning.outcome import make_plan, nothing_fits
 from pipepart.planning.plan import Plan
 from pipepart.planning.request import PlanRequest
 from pipepart.planning.sources import Costs

@@ -17,8 +17,8 @@ __all__ = ["Flow", "flows", "implied_receives", "load_timeline", "pack", "save_t
 VERSION = 1
 KINDS = ("F", "B", "I", "W", "SEND", "RECV", "REDUCE")
 _PAYLOADS = (None, "F", "B")
-_MOST = 10_000_000
-"""The largest number of a stage, chunk or micro-batch in a file."""
+_MOST = 100_000
+"""The largest number of stages, chunks or micro-batches in a file."""
 
 
 def pack(timeline: Timeline, digits: int | None = None) -> dict[str, Any]:
