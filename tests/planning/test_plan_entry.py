@@ -150,7 +150,7 @@ def test_devices_of_two_kinds() -> None:
 def test_shapes_that_cannot_be() -> None:
     with pytest.raises(PlanError, match="devices must be a multiple of replicas"):
         plan(Net(), example(), cluster=cluster(), replicas=3)
-    with pytest.raises(PlanError, match="cannot be cut into 64 micro-batches"):
+    with pytest.raises(PlanError, match="cannot be split into 64 micro-batches"):
         plan(Net(), example(), cluster=cluster(), microbatches=64)
     with pytest.raises(PlanError, match="example batch"):
         plan(Net())
