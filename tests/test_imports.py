@@ -9,6 +9,7 @@ import pipepart
 
 ORDER = [
     "errors",
+    "files",
     "machine",
     "recording",
     "samples",

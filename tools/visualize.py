@@ -18,7 +18,7 @@ from pathlib import Path
 from pipepart.errors import PipepartError, PlanError
 from pipepart.planning.plan import Plan
 from pipepart.report import load_timeline, plan_text, view, write_perfetto, write_svg
-from pipepart.report.files import locate
+from pipepart.report.run_folder import locate
 
 
 def chromium() -> str:

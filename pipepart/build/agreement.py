@@ -18,14 +18,14 @@ import torch.distributed as dist
 from pipepart.build.job import Job
 from pipepart.cost import OpCosts, profiled, whole_step
 from pipepart.cost.analytic import analytic
-from pipepart.cost.cluster import this_machine
+from pipepart.cost.this_machine import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
 from pipepart.planning import MicrobatchCount, Plan, neighbouring_counts, search, transfer
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
-from pipepart.planning.parameter_uses import parameter_sizes
-from pipepart.planning.sources import resized, scaled
+from pipepart.planning.memory import parameter_sizes
+from pipepart.planning.sources import resized
 from pipepart.recording import Recording, prove_chunks, split
 from pipepart.runtime import Groups, Mesh
 from pipepart.runtime.failure import guarded
@@ -170,7 +170,7 @@ def _measured(
     then = sum(usual.costs.forward), sum(usual.costs.backward)
     if not all((forward, backward, *then)):
         return None
-    costs = scaled(usual.costs, other.size / usual.size, forward / then[0], backward / then[1])
+    costs = usual.costs.scaled(other.size / usual.size, forward / then[0], backward / then[1])
     return MeasuredCount(other.microbatches, other.size, costs)
 
 

@@ -25,7 +25,7 @@ def view_files(
     """Make what is asked for and say where it is. With `text` alone no file is written: for a terminal far away."""
     from pipepart.planning.plan import Plan
     from pipepart.report import load_timeline, plan_text, view, write_perfetto, write_svg
-    from pipepart.report.files import locate
+    from pipepart.report.run_folder import locate
 
     found = locate(source)
     plan = Plan.load(found.plan)

@@ -1,6 +1,12 @@
-"""Cost: the time and the memory of each op, measured, computed or read from a file.
+"""Cost: the time and the memory of each op, and the devices and links of clusters.
 
-Knows ops and devices. Knows nothing of chunks, schedules or processes.
+::
+
+    recording -> timing, profile -> cache ------+
+    op graph, cluster, this_machine -> analytic +-> OpCosts -> planning
+    file -> op_costs, given --------------------+
+
+Knows recordings, ops, devices and links. Knows nothing of chunks, schedules or processes.
 """
 
 from pipepart.cost.cache import profiled

@@ -1,48 +1,16 @@
-"""Costs without running anything: FLOPs and bytes of each op on the roofline of a device."""
+"""Computed costs: FLOPs and bytes of each op on the roofline of a device; no op is run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pipepart.cost.cluster import DeviceKind
 from pipepart.cost.op_costs import OpCosts
+from pipepart.graph import Op, OpGraph
 
 __all__ = ["analytic"]
-
-
-class _Op(Protocol):
-    """What is read of an op of the graph."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def target(self) -> str: ...
-    @property
-    def module_class(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...] | None: ...
-    @property
-    def dtype(self) -> object: ...
-    @property
-    def output_bytes(self) -> int: ...
-    @property
-    def requires_grad(self) -> bool: ...
-    @property
-    def parameter_bytes(self) -> int: ...
-    @property
-    def flops(self) -> int: ...
-
-
-class _Graph(Protocol):
-    @property
-    def ops(self) -> Sequence[_Op]: ...
-    @property
-    def edges(self) -> Sequence[tuple[int, int]]: ...
 
 
 # fmt: off
@@ -64,25 +32,24 @@ _ATTENTION = "scaled_dot_product_attention"
 
 @dataclass(frozen=True)
 class _Sizes:
-    """One op with the sizes around it, for a micro-batch of the wanted size."""
+    """The sizes of an op and its inputs, in bytes, for a micro-batch of the requested size."""
 
-    name: str
     flops: float
     inputs: float
     output: float
     parameters: float
     grad_inputs: int
-    """How many of its inputs need a gradient."""
+    """Number of inputs that need a gradient."""
     dtype: str
     free: bool
-    """It moves nothing: a view, a number, an input."""
+    """True for an op that moves no bytes: a view, a number, an input."""
 
 
-def analytic(graph: _Graph, device: DeviceKind, *, batch_scale: float = 1.0, dtype: str | None = None) -> OpCosts:
-    """Costs of all ops of a graph on a kind of device.
+def analytic(graph: OpGraph, device: DeviceKind, *, batch_scale: float = 1.0, dtype: str | None = None) -> OpCosts:
+    """Compute the costs of all ops of a graph on a kind of device.
 
     ``batch_scale``: size of a micro-batch relative to the batch that the graph was captured with; activations and
-    FLOPs grow with it, parameters do not. ``dtype``: compute in this dtype (mixed precision) instead of the recorded.
+    FLOPs grow with it, parameters do not. ``dtype``: compute in this dtype (mixed precision) instead of the recorded one.
     """
     before: dict[int, list[int]] = {}
     for a, b in graph.edges:
@@ -100,19 +67,18 @@ def analytic(graph: _Graph, device: DeviceKind, *, batch_scale: float = 1.0, dty
     )
 
 
-def _family(op: _Op) -> str:
-    """The short name of what an op does: ``Linear`` -> linear, ``torch.nn.functional.gelu`` -> gelu."""
+def _family(op: Op) -> str:
+    """Return the short name of an op: ``Linear`` -> linear, ``torch.nn.functional.gelu`` -> gelu."""
     if op.kind == "module":
         return op.module_class.lower()
     return op.target.rsplit(".", 1)[-1].strip("_")
 
 
-def _sizes(ops: Sequence[_Op], index: int, before: Sequence[int], scale: float, dtype: str | None) -> _Sizes:
+def _sizes(ops: Sequence[Op], index: int, before: Sequence[int], scale: float, dtype: str | None) -> _Sizes:
     op = ops[index]
     inputs = [ops[i] for i in before]
     family = _family(op)
     return _Sizes(
-        name=op.name,
         flops=_flops(op, family, inputs) * scale,
         inputs=sum(other.output_bytes for other in inputs) * scale,
         output=op.output_bytes * scale,
@@ -123,8 +89,8 @@ def _sizes(ops: Sequence[_Op], index: int, before: Sequence[int], scale: float, 
     )
 
 
-def _flops(op: _Op, family: str, inputs: Sequence[_Op]) -> float:
-    """Forward FLOPs: as counted at capture, else from the shapes for the families that matter."""
+def _flops(op: Op, family: str, inputs: Sequence[Op]) -> float:
+    """Return the forward FLOPs: as counted at capture, else from the shapes for the families that matter."""
     if op.flops > 0:
         return float(op.flops)
     if not op.shape or not op.output_bytes:
@@ -151,25 +117,25 @@ def _forward(size: _Sizes, device: DeviceKind) -> float:
     return device.seconds(size.flops, size.inputs + parameters + size.output, size.dtype)
 
 
-def _backward_input(op: _Op, size: _Sizes, device: DeviceKind) -> float:
-    """The gradient of the inputs: one product per input that needs one, reading the gradient and what was saved."""
+def _backward_input(op: Op, size: _Sizes, device: DeviceKind) -> float:
+    """Return the seconds for the gradients of inputs: one product per input that needs one."""
     if size.free or not op.requires_grad or not size.grad_inputs:
         return 0.0
     products = size.grad_inputs if not op.parameter_bytes else 1
     return device.seconds(size.flops * products, size.output + 2 * size.inputs + size.parameters, size.dtype)
 
 
-def _backward_weight(op: _Op, size: _Sizes, device: DeviceKind) -> float:
-    """The gradient of the parameters: as many FLOPs as the forward, reading both sides."""
+def _backward_weight(op: Op, size: _Sizes, device: DeviceKind) -> float:
+    """Return the seconds for the gradients of parameters: as many FLOPs as the forward, reading both sides."""
     if size.free or not op.requires_grad or not op.parameter_bytes:
         return 0.0
     return device.seconds(size.flops, size.output + size.inputs + size.parameters, size.dtype)
 
 
-def _saved(ops: Sequence[_Op], before: dict[int, list[int]], sizes: Sequence[_Sizes], scale: float) -> tuple[int, ...]:
-    """Bytes that each op keeps for backward. A tensor that several ops keep counts with the first of them."""
+def _saved(ops: Sequence[Op], before: dict[int, list[int]], sizes: Sequence[_Sizes], scale: float) -> tuple[int, ...]:
+    """Return the bytes that each op keeps for backward. A tensor that several ops keep counts with the first of them."""
     kept: set[int] = set()
-    origin = list(range(len(ops)))  # views share the storage of what they look at
+    origin = list(range(len(ops)))  # a view shares the storage of its source
     saved = []
     for index, (op, size) in enumerate(zip(ops, sizes)):
         sources = before.get(index, [])
@@ -188,8 +154,8 @@ def _saved(ops: Sequence[_Op], before: dict[int, list[int]], sizes: Sequence[_Si
     return tuple(saved)
 
 
-def _kept_tensors(op: _Op, index: int, sources: Sequence[int]) -> Iterator[int]:
-    """The tensors that the backward of an op needs: its inputs, unless it is known to need less."""
+def _kept_tensors(op: Op, index: int, sources: Sequence[int]) -> Iterator[int]:
+    """Yield the tensors that the backward of an op needs: its inputs, unless it is known to need less."""
     family = _family(op)
     if family in _KEEP_NOTHING or "dropout" in family:
         return

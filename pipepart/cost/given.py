@@ -1,38 +1,28 @@
-"""Costs that come from files: our own JSON, and the two published formats of profiled graphs."""
+"""Graphs with costs in the two published formats of profiled graphs."""
 
 from __future__ import annotations
 
-import json
+import heapq
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipepart.cost.op_costs import OpCosts
 from pipepart.errors import PlanError
+from pipepart.files import load_json, read_text
 
-__all__ = [
-    "GivenDevice",
-    "GivenGraph",
-    "GivenTensor",
-    "given_costs",
-    "read_costs",
-    "read_graph",
-    "read_operator_json",
-    "read_profile_txt",
-    "write_costs",
-]
+__all__ = ["GivenDevice", "GivenGraph", "GivenTensor", "read_graph"]
 
-_VERSION = 1
 _NODE = re.compile(r"^(?P<name>\S+) -- (?P<text>.*) -- (?P<fields>forward_compute_time=.*)$")
 _MILLISECOND = 1e-3
 
 
 @dataclass(frozen=True)
 class GivenTensor:
-    """A tensor between ops: its bytes (or its cost, where a file gives the cost itself)."""
+    """A tensor between ops: its bytes, or its cost if the file gives the cost itself."""
 
     ops: tuple[int, ...]
     size: float
@@ -40,7 +30,7 @@ class GivenTensor:
 
 @dataclass(frozen=True)
 class GivenDevice:
-    """A kind of device with its own time per op; infinite where it cannot run the op."""
+    """A kind of device with a time for each op, infinite if it cannot run the op."""
 
     name: str
     count: int
@@ -57,65 +47,26 @@ class GivenGraph:
     edges: tuple[tuple[int, int], ...]
     colocated: tuple[tuple[int, ...], ...] = ()
     tensors: tuple[GivenTensor, ...] | None = None
-    """Traffic in seconds per chunk that shares the tensor, where the file gives it; else by output bytes."""
+    """Traffic in seconds per chunk that shares the tensor. None: the file does not give it, so output bytes count."""
     devices: tuple[GivenDevice, ...] = ()
 
 
-def given_costs(path: str | Path, names: Sequence[str]) -> OpCosts:
-    """Costs from our own file for the ops of a graph, in the graph's order; every op must be there."""
-    costs = read_costs(path)
-    index = {name: i for i, name in enumerate(costs.names)}
-    missing = [name for name in names if name not in index]
-    if missing:
-        raise PlanError(
-            f"costs: {path} has no entry for op {missing[0]!r} ({len(missing)} of {len(names)} ops are missing): "
-            "write the file again for this model, or use cost='profile' or cost='analytic'"
-        )
-    chosen = [index[name] for name in names]
-    return OpCosts(
-        names=tuple(names),
-        source=str(path),
-        **{field: tuple(getattr(costs, field)[i] for i in chosen) for field in _FIELDS},
-    )
-
-
-_FIELDS = ("forward", "backward_input", "backward_weight", "parameter_bytes", "saved_bytes", "output_bytes")
-
-
-def read_costs(path: str | Path) -> OpCosts:
-    """Read what `write_costs` wrote."""
-    data = _load(path)
-    if data.get("version") != _VERSION:
-        raise PlanError(f"costs: {path} has version {data.get('version')!r}; expected {_VERSION}")
-    missing = [field for field in ("names", *_FIELDS) if not isinstance(data.get(field), list)]
-    if missing:
-        raise PlanError(f"costs: {path} has no list {missing[0]!r}; expected one entry per op")
-    return OpCosts(
-        names=tuple(map(str, data["names"])),
-        source=str(data.get("source", path)),
-        **{field: tuple(data[field]) for field in _FIELDS},
-    )
-
-
-def write_costs(path: str | Path, costs: OpCosts) -> None:
-    """Write costs as JSON, one list per field."""
-    Path(path).write_text(json.dumps({"version": _VERSION, **asdict(costs)}, indent=1) + "\n")
-
-
 def read_graph(path: str | Path) -> GivenGraph:
-    """A published graph, by the ending of its name: ``.txt`` (layer profiles) or ``.json`` (operator graphs)."""
-    if Path(path).suffix == ".txt":
-        return read_profile_txt(path)
-    if Path(path).suffix == ".json":
-        return read_operator_json(path)
-    raise PlanError(f"costs: cannot tell the format of {path}; expected a name that ends in .txt or .json")
+    """Read a published graph by the suffix of its name: ``.txt`` (layer profiles) or ``.json`` (operator graphs)."""
+    readers = {".txt": _read_profile_txt, ".json": _read_operator_json}
+    if Path(path).suffix not in readers:
+        raise PlanError(f"costs: cannot tell the format of {path}; expected a name that ends in .txt or .json")
+    try:
+        return readers[Path(path).suffix](path)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise PlanError(f"costs: {path} is no graph with costs: {type(error).__name__} {error}") from error
 
 
-def read_profile_txt(path: str | Path) -> GivenGraph:
-    """A layer profile: lines ``name -- text -- forward_compute_time=ms, ...``, then edges that start with a tab."""
+def _read_profile_txt(path: str | Path) -> GivenGraph:
+    """Read a layer profile: lines ``name -- text -- forward_compute_time=ms, ...``, then edges that start with a tab."""
     nodes: dict[str, dict[str, float]] = {}
     edges: list[tuple[str, str]] = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.startswith("\t"):
             source, found, target = line.strip().partition(" -- ")
             if not found:
@@ -149,26 +100,26 @@ def read_profile_txt(path: str | Path) -> GivenGraph:
     )
 
 
-def read_operator_json(path: str | Path) -> GivenGraph:
-    """An operator graph with two kinds of devices, colour classes, and a cost per tensor.
+def _read_operator_json(path: str | Path) -> GivenGraph:
+    """Read an operator graph with two kinds of devices, colour classes, and a cost per tensor.
 
     Times and costs have no unit in these files; they are kept as they are (as seconds). The order of the chunks is the
     order of the forward: a backward op goes with its forward op, and the edges between backward ops are traffic only.
-    Where a backward op has no forward op beside it, its edges to other backward ops are kept, turned round.
+    If a backward op has no forward op beside it, its edges to other backward ops are kept, reversed.
     """
-    data = _load(path)
-    try:
-        nodes: dict[int, Mapping[str, Any]] = {node["id"]: node for node in data["nodes"]}
-        costs = {edge["sourceId"]: float(edge["cost"]) for edge in data["edges"]}
-        links = [(int(edge["sourceId"]), int(edge["destId"])) for edge in data["edges"]]
-        memory = float(data["maxSizePerFPGA"])
-        counts = int(data["maxFPGAs"]), int(data["maxCPUs"])
-        back = {name: bool(node["isBackwardNode"]) for name, node in nodes.items()}
-        fast = {n: float(x["fpgaLatency"]) if x["supportedOnFpga"] else math.inf for n, x in nodes.items()}
-        slow = {n: float(x["cpuLatency"]) for n, x in nodes.items()}
-        size = {n: int(x["size"]) for n, x in nodes.items()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(f"costs: {path} is no operator graph: {type(error).__name__} {error}") from error
+    data = load_json(path).entries()
+    nodes: dict[int, Mapping[str, Any]] = {node["id"]: node for node in data["nodes"]}
+    costs = {edge["sourceId"]: _number(edge["cost"]) for edge in data["edges"]}
+    links = [(int(edge["sourceId"]), int(edge["destId"])) for edge in data["edges"]]
+    memory = _number(data["maxSizePerFPGA"])
+    counts = int(data["maxFPGAs"]), int(data["maxCPUs"])
+    back = {name: bool(node["isBackwardNode"]) for name, node in nodes.items()}
+    fast = {n: _number(x["fpgaLatency"]) if x["supportedOnFpga"] else math.inf for n, x in nodes.items()}
+    slow = {n: _number(x["cpuLatency"]) for n, x in nodes.items()}
+    size = {n: int(x["size"]) for n, x in nodes.items()}
+    unknown = [name for link in links for name in link if name not in nodes]
+    if unknown:
+        raise PlanError(f"costs: {path}: an edge names {unknown[0]}, which is no node of the file")
     order, edges, groups = _forward_order(nodes, links, back, str(path))
     number_of = {name: i for i, name in enumerate(order)}
     users: dict[int, list[int]] = {}
@@ -204,7 +155,7 @@ def read_operator_json(path: str | Path) -> GivenGraph:
 def _forward_order(
     nodes: Mapping[int, Mapping[str, Any]], links: Sequence[tuple[int, int]], back: Mapping[int, bool], where: str
 ) -> tuple[list[int], list[tuple[int, int]], list[list[int]]]:
-    """Order, edges and groups of a graph in which the backward ops follow the order of their forward ops."""
+    """Return order, edges and groups of a graph whose backward ops follow the order of their forward ops."""
     groups: dict[Any, list[int]] = {}
     for name, node in nodes.items():
         if node.get("colorClass") is not None:
@@ -221,9 +172,7 @@ def _forward_order(
 
 
 def _topological(names: Sequence[Any], edges: Sequence[tuple[Any, Any]], where: str) -> list[Any]:
-    """The given order, moved as little as a topological order asks for."""
-    import heapq
-
+    """Return a topological order that is as near to the given order as possible."""
     rank = {name: i for i, name in enumerate(names)}
     after: dict[Any, set[Any]] = {name: set() for name in names}
     waiting = dict.fromkeys(names, 0)
@@ -246,26 +195,16 @@ def _topological(names: Sequence[Any], edges: Sequence[tuple[Any, Any]], where: 
 
 
 def _fields(text: str) -> dict[str, float]:
-    """``a=1.0, b=[2.0; 3.0]`` -> numbers, where a list counts as its sum."""
+    """Parse ``a=1.0, b=[2.0; 3.0]`` into numbers; a list counts as its sum."""
     values = {}
     for part in text.split(", "):
         key, _, value = part.partition("=")
-        values[key.strip()] = math.fsum(float(piece) for piece in value.strip("[] ").split(";"))
+        values[key.strip()] = math.fsum(_number(piece) for piece in value.strip("[] ").split(";"))
     return values
 
 
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise PlanError(f"costs: cannot read {path}: {error.strerror}") from error
-
-
-def _load(path: str | Path) -> dict[str, Any]:
-    try:
-        data = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise PlanError(f"costs: {path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise PlanError(f"costs: {path} holds a {type(data).__name__}; expected an object")
-    return data
+def _number(value: Any) -> float:
+    number = float(value)
+    if not number >= 0:
+        raise ValueError(f"{value!r}, expected a number of at least 0")
+    return number

@@ -1,4 +1,4 @@
-"""Measured costs: every op really run forward and backward on the device, and the whole step to scale them by."""
+"""Measured costs: every op is run forward and backward on the device, and scaled to the time of the whole step."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pipepart.cost.analytic import analytic
 from pipepart.cost.op_costs import SPLIT_LAYERS, OpCosts
+from pipepart.cost.this_machine import this_machine
 from pipepart.cost.timing import Context, now, own_copy, split_layer, state_kept, time_step, typical
+from pipepart.graph import op_graph
 from pipepart.recording import Recording
 from pipepart.recording.op import has_op, op_of
 
 __all__ = ["profile"]
 
-_REPEATS = (3, 15)  # of one kind of op: at least, at most
-_AGAIN = 2  # of a further op of a kind that was measured before
+_REPEATS = (3, 15)  # least and most repeats of one kind of op
+_AGAIN = 2  # repeats of a further op of a kind that was measured before
 _BUDGET = 0.02  # seconds per kind of op and direction
 
 
 def profile(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> OpCosts:
-    """Run every op of a recording on the leaves of one micro-batch; state of the model (buffers, RNG) is put back.
+    """Run every op of a recording on the leaves of one micro-batch; buffers and random state are restored.
 
     An op that runs alone has other costs than in the step (dispatch, caches, the start of the autograd engine), so the
     times are scaled to add up to the measured forward and backward of the whole step.
 
     Ops of one kind (the same module or function on the same shapes, as in the layers of a transformer) share their
-    measurements: they cost the same, and a busy machine must not make one layer look slower than its twin. Of all
-    repeats of an op the lower quartile counts: what disturbs a measurement only ever makes it longer.
+    measurements: they cost the same, and a busy machine must not make one layer look slower than its twin. The time of
+    an op is the lower quartile of its repeats, since a disturbance only makes a measurement longer.
 
-    An op that fails when it is run alone gets a computed cost, and a note says so: a measurement never ends a run.
+    An op that fails when it is run alone gets a computed cost and a note: a measurement never ends a run.
     """
     module = recording.graph_module()
     leaves = [own_copy(leaf) for leaf in leaves]
     names = [node.name for node in recording.ops]
-    with state_kept(recording.root):  # gradients are added up as in a step of several micro-batches
+    with state_kept(recording.root):  # gradients accumulate as in a step of several micro-batches
         single = _OpProfiler(module, context)
         try:
             single.run(*(own_copy(leaf) for leaf in leaves))
@@ -81,11 +84,7 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
 def _completed(
     recording: Recording, names: Sequence[str], found: Sequence[_Measured], failed: set[str]
 ) -> list[_Measured]:
-    """The measurements, with the costs of the ops that could not be measured computed from FLOPs and bytes."""
-    from pipepart.cost.analytic import analytic
-    from pipepart.cost.cluster import this_machine
-    from pipepart.graph import op_graph
-
+    """Return the measurements, with costs computed from FLOPs and bytes for the ops that could not be measured."""
     (kind,) = this_machine().kinds.values()
     computed = analytic(op_graph(recording), kind)
     at = {name: index for index, name in enumerate(computed.names)}
@@ -107,17 +106,17 @@ def _completed(
 
 @dataclass
 class _Kind:
-    """All measurements of ops that do the same on the same shapes."""
+    """The measurements of all ops that compute the same on the same shapes."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     inputs_only: list[float] = field(default_factory=list)
-    """The backward without the gradients of parameters."""
+    """Seconds of the backward without the gradients of parameters."""
     weights_only: list[float] = field(default_factory=list)
-    """The backward for the gradients of parameters alone."""
+    """Seconds of the backward for the gradients of parameters alone."""
 
     def repeats(self) -> Iterator[int]:
-        """Repeat numbers: at least a few, then until the budget of time is used; fewer for an op of a known kind."""
+        """Yield repeat numbers until the budget of time is used; fewer for an op of a known kind."""
         if self.forward:
             yield from range(_AGAIN)
             return
@@ -130,33 +129,35 @@ class _Kind:
 
 @dataclass
 class _Measured:
+    """The measurements of one op."""
+
     kind: _Kind = field(default_factory=_Kind)
     trained: bool = False
     splits: bool = False
-    """The runtime can run its backward in two halves. Of no other op is a half asked for: kernels are written for whole
-    backwards, and some crash on a half (that of GroupNorm for weights alone, with channels-last strides)."""
+    """Whether the runtime can run its backward in two halves. Halves of other ops are not measured: kernels are written
+    for whole backwards, and some crash on a half (that of GroupNorm for weights alone, with channels-last strides)."""
     forward: float = 0.0
     backward: float = 0.0
     weight: float = 0.0
-    """The part of the backward that makes gradients of parameters."""
+    """Seconds of the backward for gradients of parameters."""
     split: float = 0.0
-    """What both halves of the backward take more than the whole: they share work."""
+    """Seconds by which both halves of the backward take longer than the whole, since they share work."""
     parameter_bytes: int = 0
     saved_bytes: int = 0
 
 
 class _OpProfiler(fx.Interpreter):
-    """Interprets the graph, running each op alone several times on its real inputs."""
+    """Interprets the graph, and runs each op alone several times on its real inputs."""
 
     def __init__(self, module: fx.GraphModule, context: Context) -> None:
         super().__init__(module)
         self.found: dict[str, _Measured] = {}
         self._context = context
         self._makers: dict[int, str] = {}
-        """Storage -> the op that made it. A tensor saved by several ops counts once, for the first that saves it."""
+        """Storage -> the op that made it. A tensor that several ops save counts once, for the first of them."""
         self._saved: set[tuple[str, int]] = set()
         self.maker_of: dict[str, str] = {}
-        """Op -> the op whose memory its output lies in (a view lies in that of another)."""
+        """Op -> the op whose memory holds its output (that of another op, if the output is a view)."""
         self.savers: dict[str, list[str]] = {}
         """Op -> the ops that keep its memory for their backward."""
         self._kinds: dict[str, _Kind] = {}
@@ -164,12 +165,12 @@ class _OpProfiler(fx.Interpreter):
         self.notes: list[str] = []
 
     def give_up(self, names: Sequence[str], error: Exception) -> None:
-        """An op could not be run at all, so that nothing after it can: all that has no measurement is computed."""
+        """Mark all ops without a measurement as failed, after an op that could not be run at all."""
         self.failed.update(name for name in names if name not in self.found or not self.found[name].kind.forward)
         self.notes.append(f"the costs of {len(self.failed)} ops are computed, not measured: {_one_line(error)}")
 
     def settle(self) -> None:
-        """When all ops have run: the times of each op from the measurements of its kind."""
+        """Set the times of each op from the measurements of its kind, after all ops have run."""
         for op in self.found.values():
             if op.kind.forward:
                 op.forward, op.backward = typical(op.kind.forward), typical(op.kind.backward)
@@ -181,7 +182,7 @@ class _OpProfiler(fx.Interpreter):
                     op.split = max(0.0, inputs_only + weights_only - op.backward)
 
     def savers_of(self, name: str, numbers: dict[str, int]) -> tuple[int, ...]:
-        """The numbers of the ops that keep the output of an op for their backward."""
+        """Return the numbers of the ops that keep the output of an op for their backward."""
         savers = self.savers.get(self.maker_of.get(name, name), ())
         return tuple(sorted({numbers[saver] for saver in savers if saver in numbers}))
 
@@ -209,7 +210,7 @@ class _OpProfiler(fx.Interpreter):
                 f"the cost of {n.name} is computed, not measured: alone, it fails with {_one_line(error)}"
             )
             result = None if inplace else self._plainly(call, args, kwargs)
-        if inplace:  # the repeats wrote into copies; what later ops read must be written, too
+        if inplace:  # the repeats wrote into copies; later ops read the tensor itself
             result = self._plainly(call, args, kwargs)
         for tensor in _tensors(result):
             maker = self._makers[_pointer(tensor)] = makers.setdefault(_pointer(tensor), n.name)
@@ -223,13 +224,13 @@ class _OpProfiler(fx.Interpreter):
         return result
 
     def _plainly(self, call: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
-        """The result of an op that is run once on its real inputs, which it may change."""
+        """Run an op once on its real inputs, which it may change, and return its result."""
         given = _tensors((args, kwargs))
         versions = [_version(t) for t in given]
         with torch.no_grad(), self._context():
             out = call(args, kwargs)
         needs = any(t.requires_grad for t in given)
-        if needs:  # whatever lies in memory that was written needs a gradient from here on
+        if needs:  # tensors in memory that was written need a gradient from here on
             written = {_pointer(t) for t, before in zip(given, versions) if _version(t) != before}
             for tensor in _tensors(tuple(self.env.values())) if written else ():
                 if _pointer(tensor) in written and tensor.is_leaf and tensor.is_floating_point():
@@ -237,7 +238,7 @@ class _OpProfiler(fx.Interpreter):
         return fx.node.map_aggregate(out, functools.partial(_detached, needs))
 
     def _signature(self, n: fx.Node, args: Any, kwargs: Any) -> str:
-        """What decides the cost of an op: ops with one signature are of one kind."""
+        """Return the properties that decide the cost of an op: ops with one signature are of one kind."""
 
         def shown(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -267,7 +268,7 @@ class _OpProfiler(fx.Interpreter):
         inplace: bool,
         weights: Sequence[nn.Parameter],
     ) -> tuple[Any, dict[int, int]]:
-        """The op's result, and the storages (with their sizes) that it keeps for its backward."""
+        """Time an op, and return its result and the storages (with their sizes) that it keeps for its backward."""
         trainable = [p for p in weights if p.requires_grad]
         kind, measured.trained = measured.kind, bool(trainable)
         forward, backward, inputs_only = kind.forward, kind.backward, kind.inputs_only
@@ -302,7 +303,7 @@ class _OpProfiler(fx.Interpreter):
 
 
 class _SavedBytes:
-    """Counts what autograd keeps for backward, parameters left out."""
+    """Counts the bytes that autograd keeps for backward, without parameters."""
 
     def __init__(self, parameters: set[int]) -> None:
         self._parameters = parameters
@@ -333,14 +334,14 @@ def _timed_backward(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence
 
 
 def _leaf(leaves: list[torch.Tensor], inplace: bool, value: Any) -> Any:
-    """An input of an op as a leaf of its own little graph."""
+    """Return an input of an op as a leaf of a graph of its own."""
     if not isinstance(value, torch.Tensor) or (isinstance(value, nn.Parameter) and not inplace):
         return value
     fresh = value.detach()
     if value.requires_grad:
         fresh.requires_grad_(True)
         leaves.append(fresh)
-    return fresh.clone() if inplace else fresh  # in-place ops may not touch leaves, nor the value of another repeat
+    return fresh.clone() if inplace else fresh  # in-place ops may not change leaves, nor the value of another repeat
 
 
 def _detached(needs: bool, value: Any) -> Any:

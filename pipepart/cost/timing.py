@@ -1,4 +1,4 @@
-"""The time of a whole step, and the state of the model kept while it is run for a measurement."""
+"""The time of a whole step, and the state of the model, which a measurement does not change."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pipepart.recording.op import has_op, op_of
 
 __all__ = ["Context", "now", "own_copy", "split_layer", "state_kept", "time_step", "typical", "whole_step"]
 
-_STEPS = (5, 100)  # of the whole step: at least, at most
-_FEW_STEPS = (3, 50)  # to see whether what was measured before still holds
-_STEP_BUDGET = 1.5  # seconds for the whole step; a machine is faster in one moment and slower in the next
+_STEPS = (5, 100)  # least and most repeats of the whole step
+_FEW_STEPS = (3, 50)  # the same for a check of an earlier measurement
+_STEP_BUDGET = 1.5  # seconds for the whole step; the speed of a machine changes from moment to moment
 
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of one micro-batch, measured quickly; 0 if it cannot be measured."""
+    """Measure the seconds of the forward and of the backward of one micro-batch quickly; 0 if that fails."""
     with state_kept(recording.root):
         module = recording.graph_module()
         try:
             return time_step(module, leaves, recording.loss_index, context, _FEW_STEPS, _STEP_BUDGET / 2)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # a run shows it in its own words, or does not meet it
+        except Exception:  # a run reports the error itself, or does not meet it
             return 0.0, 0.0
 
 
@@ -44,7 +44,7 @@ def time_step(
     steps: tuple[int, int] = _STEPS,
     budget: float = _STEP_BUDGET,
 ) -> tuple[float, float]:
-    """Seconds of the forward and the backward of the whole step."""
+    """Measure the seconds of the forward and of the backward of the whole step."""
     forward: list[float] = []
     backward: list[float] = []
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -63,38 +63,37 @@ def time_step(
             torch.autograd.backward(outputs[loss_index], inputs=parameters)
             backward.append(now() - started)
         del outputs
-    # The first one warms up: it allocates what the others use again.
+    # The first step warms up: it allocates the memory that the others reuse.
     return _mean(forward[1:]), _mean(backward[1:])
 
 
 def own_copy(leaf: Any) -> Any:
-    """A leaf in memory of its own: an op may change it, and a part of a batch would count as the whole where it is saved."""
+    """Return a leaf in memory of its own: an op may change it, and saving a part of a batch would count the whole batch."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The lower quartile."""
+    """Return the lower quartile."""
     return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 
 def _mean(seconds: Sequence[float]) -> float:
-    """Without the longest twentieth. What disturbs a run is in its steps, each of which is a sum of many actions: they
-    take what the mean says, while the share of an op is best told without disturbance."""
+    """Return the mean without the slowest 5 %. A step includes the disturbances of a run, so a quartile would be too low."""
     kept = sorted(seconds)[: max(1, len(seconds) - -(-len(seconds) // 20))]
     return statistics.fmean(kept) if kept else 0.0
 
 
 def now() -> float:
-    """The time when all that was asked of the device so far is done."""
+    """Return the time after the device has finished all work so far."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class _Two(torch.autograd.Function):
-    """A linear layer as a split backward runs it: by a function written in Python."""
+    """A linear layer by a function in Python, as in a split backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -108,7 +107,7 @@ class _Two(torch.autograd.Function):
 
 
 def split_layer(rounds: int = 60) -> float:
-    """What running a layer that way costs more than running it by torch alone, on a layer with next to no work."""
+    """Measure the additional seconds of a layer that runs by a function in Python, on a layer with almost no work."""
     x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
 
     def one(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
@@ -126,7 +125,7 @@ def split_layer(rounds: int = 60) -> float:
 
 @contextmanager
 def state_kept(root: nn.Module) -> Iterator[None]:
-    """The model, its gradients and the random state are as before, whatever the ops did. Inside there are no gradients."""
+    """Restore the model, its gradients and the random state at the end. Inside, no parameter has a gradient."""
     with preserved(root):
         for parameter in root.parameters():
             parameter.grad = None

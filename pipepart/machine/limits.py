@@ -20,7 +20,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pipepart.errors import ConfigError
+from pipepart.errors import ConfigError, PipepartError
+from pipepart.files import keep_json, load_json
 from pipepart.machine.host import cache_folder, cpu_with_amx
 
 __all__ = ["Products", "check_products", "limit_instructions", "products", "usable"]
@@ -187,23 +188,15 @@ def _program() -> Path:
 def _kept(cpu: tuple[str, str]) -> Products | None:
     """The answer for this CPU on disk; None if there is none that can be read."""
     try:
-        data = json.loads(_file(cpu).read_text())
-        works = tuple(str(name) for name in data["works"])
-        return Products(works, {str(name): str(value) for name, value in data["limit"].items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = load_json(_file(cpu))
+        return Products(found.at("works").read(tuple[str, ...]), found.at("limit").read(dict[str, str]))
+    except PipepartError:
         return None
 
 
 def _keep(cpu: tuple[str, str], answer: Products) -> None:
     """Write the answer in one piece. If the folder cannot be written, the next process tries again."""
-    path = _file(cpu)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(f".{os.getpid()}.tmp")
-        beside.write_text(json.dumps({**asdict(answer), "cpu": cpu[0]}, indent=1) + "\n")
-        os.replace(beside, path)
-    except OSError:
-        return
+    keep_json(_file(cpu), {**asdict(answer), "cpu": cpu[0]})
 
 
 def _file(cpu: tuple[str, str]) -> Path:

@@ -1,15 +1,28 @@
-"""Planning: the plan, how it is made, and how it is laid over other steps of the same model.
+"""Planning: the search for a plan, the plan itself, and its transfer to other steps of the same model.
+
+::
+
+    request     options and request ------------+
+    sources     costs of ops by micro-batch size +-> candidates    shapes and schedules, with estimates and bounds
+    layout      devices and links of a mesh ----+        |
+                                                         v
+    pricing     costs of a split  <-------------------- splits     the best split for each (problems: for the partitioner)
+      traffic, memory, chunks                            |
+                                                         v
+    plan        the plan and its file <-- finish <-- search       the best of all; entry: `plan` for users
+    describe, transfer                                             read plans
 
 Knows graphs, costs, partitions and schedules, for a cluster that need not exist. Knows nothing of processes.
 """
 
+from pipepart.planning.chunks import ChunkPlan, StageMemory, Traffic
 from pipepart.planning.describe import describe, format_bytes, format_seconds
 from pipepart.planning.entry import plan
 from pipepart.planning.layout import Layout
-from pipepart.planning.options import PlanOptions
-from pipepart.planning.plan import ChunkPlan, Plan, StageMemory, Traffic
+from pipepart.planning.plan import Plan
 from pipepart.planning.request import (
     MicrobatchCount,
+    PlanOptions,
     PlanRequest,
     auto_microbatches,
     check_request,

@@ -1,73 +1,80 @@
-"""The search space of a request: every shape and recipe that it allows, with an estimate and a bound of the step.
+"""The search space of a request: every shape and schedule that it allows, with an estimate and a bound of the step.
 
-The estimate takes balanced stages and closed formulas; the bound holds for every split.
+The estimate assumes balanced stages and uses closed formulas; the bound holds for every split.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from pipepart.cost import OpCosts
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph
-from pipepart.planning.bounds import step_bound, work_and_path
 from pipepart.planning.layout import Layout
-from pipepart.planning.parameter_uses import ParameterSizes
+from pipepart.planning.memory import ParameterSize
 from pipepart.planning.pricing import Pricing
-from pipepart.planning.request import PER_STAGE, MicrobatchCount, PlanRequest, Recipe, Shape, even_count, recipes
+from pipepart.planning.request import (
+    PER_STAGE,
+    MicrobatchCount,
+    PlanRequest,
+    ScheduleChoice,
+    Shape,
+    even_count,
+    schedule_choices,
+)
 from pipepart.planning.sources import Costs
 from pipepart.planning.splits import Case
 
 __all__ = ["Candidate", "SearchSpace"]
 
 _ONE_STAGE = (1, 2, 4, 8, 16, 32)
-"""Micro-batches that are tried on one stage where memory is short."""
+"""Numbers of micro-batches that are tried on one stage if memory is short."""
 _HARDLY = 4
 """Factor of the estimate of a candidate that will hardly fit into memory: it comes last."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One shape and one recipe."""
+    """One shape and one schedule."""
 
     shape: Shape
-    recipe: Recipe
+    choice: ScheduleChoice
     estimate: float
-    """Seconds of a step by closed formulas; like the bound, for as many samples as that of all others."""
+    """Seconds of a step by closed formulas, weighted so that meshes are comparable."""
     bound: float
-    """Seconds that no split of this candidate can beat."""
+    """Seconds that no split of this candidate can beat, weighted in the same way."""
     usual: bool = False
-    """Its number of micro-batches is the usual one."""
+    """Whether its number of micro-batches is the usual one."""
 
     @property
     def actions(self) -> int:
-        return 2 * self.shape.stages * self.recipe.chunks * self.shape.microbatches
+        return 2 * self.shape.stages * self.choice.chunks * self.shape.microbatches
 
 
 @dataclass(frozen=True)
 class _Bubble:
-    """Of balanced stages."""
+    """The bubble of balanced stages."""
 
     seconds: float
     held: float
-    """Micro-batches whose activations the first stage holds."""
+    """Number of micro-batches whose activations the first stage holds."""
 
 
 @dataclass(frozen=True, eq=False)
 class SearchSpace:
-    """One graph with the costs of its ops, and all that a request leaves open."""
+    """One graph with the costs of its ops, and the choices that a request leaves open."""
 
     graph: OpGraph
     source: Costs
-    sizes: ParameterSizes
+    sizes: Mapping[str, ParameterSize]
     request: PlanRequest
     frozen: Collection[str] = ()
 
     def candidates(self) -> list[Candidate]:
-        """All that the request allows, the most promising first."""
+        """Return all candidates that the request allows, the most promising first."""
         found = [
             candidate
             for stages, replicas in self._meshes()
@@ -85,14 +92,14 @@ class SearchSpace:
         return self._cases[shape]
 
     def nothing(self) -> PlanError:
-        """The error for a request that allows no candidate."""
+        """Make the error for a request that allows no candidate."""
         request, devices = self.request, self.request.device_count
         if request.microbatches != "auto":
             return PlanError(
-                f"a batch of {request.batch_size} cannot be cut into {request.microbatches} micro-batches on any shape of "
+                f"a batch of {request.batch_size} cannot be split into {request.microbatches} micro-batches on any shape of "
                 f"{devices} device(s): use fewer micro-batches or a larger batch"
             )
-        _, room = request.device_memory()
+        room = max(request.device_memory())
         return PlanError(
             f"the model does not fit on {devices} device(s) of {room / 1e9:.2f} GB: weights, gradients and optimizer state "
             f"are {self._state / 1e9:.2f} GB, {self._state / devices / 1e9:.2f} GB a stage with all devices in one "
@@ -105,12 +112,12 @@ class SearchSpace:
 
     @cached_property
     def _parameters(self) -> int:
-        """Bytes of all parameters,"""
-        return sum(size for _, size in self.sizes.values())
+        """Bytes of all parameters."""
+        return sum(size.bytes for size in self.sizes.values())
 
     @property
     def _state(self) -> float:
-        """and with their gradients and optimizer state."""
+        """Bytes of all parameters with their gradients and optimizer state."""
         return self._parameters * (2 + self.request.optimizer_factor)
 
     def _costs(self, layout: Layout, size: int) -> tuple[OpCosts, ...]:
@@ -151,16 +158,15 @@ class SearchSpace:
         return sorted({even_count(share, count) for count in counts}, key=lambda found: found.microbatches)
 
     def _tight(self, share: int) -> bool:
-        """Whether the whole model with the whole share could be too large for a device."""
+        """Return whether the whole model with the whole share could be too large for a device."""
         if self.request.cluster is None:
             return False
         costs = self.source.at(share, self.request.cluster.devices[0].name)
-        return self._state + sum(costs.saved_bytes) > self.request.device_memory()[0]
+        return self._state + sum(costs.saved_bytes) > min(self.request.device_memory())
 
     def _ways(self, shape: Shape) -> Iterator[Candidate]:
         case, request = self.case(shape), self.request
         stages, microbatches, layout = shape.stages, shape.microbatches, case.pricing.layout
-        work, path = work_and_path(case.pricing)
         costs = case.pricing.costs
         f, i, w = (
             min(math.fsum(getattr(one, name)) for one in costs) / stages
@@ -174,32 +180,30 @@ class SearchSpace:
         reduce = layout.reduce_seconds(0, self._parameters / stages)
         weight = request.weight(shape.replicas)
         usual = bool(request.counts) and request.counts[0] == MicrobatchCount(microbatches, shape.size)
-        for recipe in recipes(request, stages):
-            full = state + _bubble(recipe, stages, microbatches, f, i, w).held * saved > room
+        for choice in schedule_choices(request, stages):
+            full = state + _bubble(choice, stages, microbatches, f, i, w).held * saved > room
             again = request.recompute is True or (request.recompute == "auto" and full)
-            back = i + f if again else i  # a forward that is run again comes with the gradient of the inputs
-            bubble = _bubble(recipe, stages, microbatches, f, back, w).seconds
+            back = i + f if again else i  # recomputation precedes the gradient of the inputs
+            bubble = _bubble(choice, stages, microbatches, f, back, w).seconds
             estimate = microbatches * (f + back + w) + bubble + reduce
             if full and not again:
                 estimate *= _HARDLY
-            bound = max(microbatches * work / stages, path)
-            if recipe.chunks == 1:
-                bound = step_bound(work, path, stages, microbatches)
-            yield Candidate(shape, recipe, estimate * weight, bound * weight, usual)
+            bound = case.pricing.least_work.step_bound(stages, microbatches, choice.chunks)
+            yield Candidate(shape, choice, estimate * weight, bound * weight, usual)
 
 
-def _bubble(recipe: Recipe, p: int, m: int, f: float, i: float, w: float) -> _Bubble:
-    gap, v = p - 1, recipe.chunks
+def _bubble(choice: ScheduleChoice, p: int, m: int, f: float, i: float, w: float) -> _Bubble:
+    gap, v = p - 1, choice.chunks
     whole = gap * (f + i + w)
     kinds = {
         "gpipe": _Bubble(whole / v, float(m)),
-        "1f1b": _Bubble(whole, float(min(m, p + recipe.slack))),
+        "1f1b": _Bubble(whole, float(min(m, p + choice.slack))),
         "interleaved": _Bubble(whole / v, min(float(m), p + gap / v)),
         "zb_h1": _Bubble(gap * max(f + i - w, 0.0), float(min(m, p))),
         "zb_h2": _Bubble(gap * max(f + i - 2 * w, 0.0), float(min(m, 2 * p - 1))),
         "zb_v": _Bubble(gap * f / 2, float(min(m, p))),
     }
-    return kinds.get(recipe.schedule, kinds["1f1b"])  # of a schedule from a file only the simulation knows more
+    return kinds.get(choice.schedule, kinds["1f1b"])  # a schedule from a file is only simulated
 
 
 def _divided(devices: int, by: int, name: str) -> int:

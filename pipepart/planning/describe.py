@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipepart.planning.chunks import StageMemory
 from pipepart.planning.plan import Plan
 
-__all__ = ["describe", "format_bytes", "format_seconds"]
+__all__ = ["describe", "describe_memory", "format_bytes", "format_seconds", "printable"]
 
 
 def format_bytes(count: float) -> str:
@@ -24,16 +25,15 @@ def format_seconds(seconds: float) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """One row per chunk, then the figures of the whole.
+    """Return one row per chunk, then the figures of the whole plan.
 
-    The memory of a stage stands in the row of its first chunk; `*` marks chunks that recompute.
+    The memory of a stage is in the row of its first chunk; `*` marks chunks that recompute.
     """
     head = (
         "stage", "chunk", "ops", "from", "to", "params", "memory", "saved/mb", "forward", "backward", "sends", "busy",
     )  # fmt: skip
     rows: list[Sequence[str]] = []
     busy = plan.timeline.busy
-    first_of = {stage: plan.placement.index(stage) for stage in range(plan.stages)}
     for index, chunk in enumerate(plan.chunks):
         sends = sum(t.forward_bytes for t in plan.traffic if t.source == index)
         sends += sum(t.backward_bytes for t in plan.traffic if t.target == index)
@@ -45,7 +45,7 @@ def describe(plan: Plan) -> str:
                 _short(chunk.first),
                 _short(chunk.last),
                 f"{chunk.parameters:,}",
-                _stage_memory(plan, chunk.stage) if first_of[chunk.stage] == index else "",
+                _stage_memory(plan, chunk.stage) if plan.placement.index(chunk.stage) == index else "",
                 format_bytes(chunk.saved_bytes) + ("*" if plan.recomputes[index] else ""),
                 format_seconds(chunk.forward),
                 format_seconds(chunk.backward),
@@ -69,7 +69,7 @@ def _summary(plan: Plan) -> list[str]:
     quality = (
         "no split has a faster slowest stage (proved)"
         if plan.proved
-        else f"the slowest stage works {plan.bottleneck_gap:.1%} longer than in the split that is best for it alone, at most"
+        else f"the slowest stage is at most {plan.bottleneck_gap:.1%} above the optimal bottleneck"
     )
     devices = f"{plan.replicas} replica(s) x {plan.stages} stage(s) = {plan.replicas * plan.stages} device(s)"
     lines = [
@@ -112,32 +112,28 @@ def _stage_memory(plan: Plan, stage: int) -> str:
     return format_bytes(plan.memory[stage].total) if plan.memory else "-"
 
 
+def describe_memory(memory: StageMemory) -> str:
+    """Return the parts of the memory of a stage."""
+    names = ("weights", "gradients", "optimizer", "activations", "scratch")
+    return ", ".join(f"{name} {format_bytes(getattr(memory, name))}" for name in names)
+
+
 def _memory(plan: Plan) -> list[str]:
-    """The fullest stage, and what fills it."""
+    """Return the line of the fullest stage."""
     if not plan.memory:
         return []
     worst = max(range(plan.stages), key=lambda stage: plan.memory[stage].total)
     full = plan.memory[worst]
-    parts = [
-        f"{name} {format_bytes(size)}"
-        for name, size in (
-            ("weights", full.weights),
-            ("gradients", full.gradients),
-            ("optimizer", full.optimizer),
-            ("activations", full.activations),
-            ("scratch", full.scratch),
-        )
-    ]
     again = sum(plan.recomputes)
     return [
-        f"memory     at most {format_bytes(full.total)} on stage {worst}: {', '.join(parts)}"
+        f"memory     at most {format_bytes(full.total)} on stage {worst}: {describe_memory(full)}"
         + (f"; limit {format_bytes(plan.memory_limit)}" if plan.memory_limit is not None else "")
         + (f"; {again} of {len(plan.chunks)} chunks recompute" if again else "")
     ]
 
 
 def _limits(plan: Plan) -> str:
-    """What the step would have to change in to get shorter."""
+    """Return the part of the step that limits its speed."""
     step, busy = plan.step_time, plan.timeline.busy
     if not step:
         return "nothing: no op takes time"
@@ -152,7 +148,9 @@ def _limits(plan: Plan) -> str:
     links = max((t.forward_seconds + t.backward_seconds for t in plan.traffic), default=0.0)
     work = busy[slowest] / plan.microbatches
     if links > work:
-        return f"traffic: {format_seconds(links)} a micro-batch over the slowest cut, against {format_seconds(work)} of compute"
+        return (
+            f"traffic: {format_seconds(links)} per micro-batch over the slowest cut, {format_seconds(work)} of compute"
+        )
     if reduce > 0.1 * step:
         return f"summing gradients over the replicas: {format_seconds(reduce)}"
     return (
@@ -161,5 +159,11 @@ def _limits(plan: Plan) -> str:
     )
 
 
+def printable(text: str) -> str:
+    """Return a text without control characters, which would change a terminal or break an SVG file."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def _short(path: str, width: int = 28) -> str:
+    path = printable(path)
     return path if len(path) <= width else "..." + path[-(width - 3) :]

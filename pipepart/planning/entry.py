@@ -1,4 +1,4 @@
-"""`plan`: from a model to a plan, for this machine or for a cluster that need not exist; no process is started."""
+"""`plan`: plans a model for this machine or for a cluster that need not exist. No process is started."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from pipepart.cost.cluster import Cluster, load_cluster, this_machine
-from pipepart.cost.given import given_costs
+from pipepart.cost.cluster import Cluster, load_cluster
+from pipepart.cost.op_costs import given_costs
+from pipepart.cost.this_machine import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import Captured, OpGraph, capture, op_graph
-from pipepart.planning.options import PlanOptions
-from pipepart.planning.parameter_uses import parameter_sizes
+from pipepart.planning.memory import parameter_sizes
 from pipepart.planning.plan import Plan
-from pipepart.planning.request import ScheduleName
+from pipepart.planning.request import PlanOptions, ScheduleName
 from pipepart.planning.search import search
 from pipepart.planning.sources import Analytic, Costs, Given, Profiled, batch_of
 from pipepart.recording import Recording
@@ -49,12 +49,12 @@ def plan(
     optimizer_factor: float = 2.0,
     dtype: str | None = None,
 ) -> Plan:
-    """Plan a model for a cluster: everything that is ``"auto"`` is chosen for the shortest simulated step.
+    """Plan a model for a cluster. Every option that is ``"auto"`` is chosen for the shortest simulated step.
 
-    ``captured_or_module``: a module whose forward returns the loss, a bound method of one, or what `capture` returned;
+    ``captured_or_module``: a module whose forward returns the loss, a bound method of one, or a result of `capture`.
     ``args`` and ``kwargs``: an example batch (with a captured model they are needed for ``cost="profile"`` only).
-    ``cluster``: a `Cluster`, a name in ``conf/cluster`` or a YAML file; None: this machine. ``devices``: how many of
-    it (default: all). ``cost``: ``"profile"`` measures every op here, ``"analytic"`` computes from FLOPs and bytes
+    ``cluster``: a `Cluster`, a name in ``conf/cluster`` or a YAML file. None: this machine. ``devices``: number of its
+    devices (default: all). ``cost``: ``"profile"`` measures every op here, ``"analytic"`` computes from FLOPs and bytes
     (the model may be on the meta device), a path reads a file; ``"auto"`` profiles on this machine and computes for
     others. ``memory_limit``: bytes per device. ``batch_size``: samples of one step over all replicas (default: those
     of the example). ``optimizer_factor``: bytes of optimizer state per parameter byte. ``dtype``: the dtype that
@@ -67,7 +67,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Target:
-    """What a plan is made for, besides the options of the pipeline."""
+    """The devices, costs and batch that a plan is made for."""
 
     cluster: Cluster | str | Path | None = None
     devices: int | None = None
@@ -77,10 +77,10 @@ class Target:
     optimizer_factor: float = 2.0
     dtype: str | None = None
     each_replica: bool = False
-    """The samples are those of one replica, as under Lightning, where every replica has a loader of its own: the most
-    samples per second win."""
+    """Whether `batch_size` is that of one replica, as under Lightning, where every replica has its own loader. The plan
+    with the most samples per second is then the best."""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """The precision that ops are measured under."""
+    """The precision in which ops are measured."""
     variant: str = ""
     """The name of that precision."""
 
@@ -92,9 +92,9 @@ def plan_for(
     options: PlanOptions,
     target: Target,
 ) -> Plan:
-    """Make the plan that `plan` returns; the command line, which plans for a loader per replica, calls this."""
+    """Make the plan that `plan` returns. The command line calls this to plan for one loader per replica."""
     stages, microbatches = options.stages, options.microbatches
-    if options.schedule.endswith(".csv"):  # it says for how many stages and micro-batches it is
+    if options.schedule.endswith(".csv"):  # it fixes the numbers of stages and micro-batches
         written = read_csv(options.schedule)
         stages = written.stages if stages == "auto" else stages
         microbatches = written.microbatches if microbatches == "auto" else microbatches

@@ -1,4 +1,4 @@
-"""Where a mesh of replicas x stages lies: the device of each stage, and the links between stages and between replicas."""
+"""The layout of a mesh of replicas x stages: the device of each stage, and the links between stages and replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from pipepart.cost.cluster import Cluster, DeviceKind
+from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind
 from pipepart.errors import PlanError
 from pipepart.partition import Link
 
@@ -17,27 +17,27 @@ __all__ = ["BETWEEN_GPUS", "BY_PROCESSOR", "GROUP_LINK", "LOCAL_LINK", "Handling
 
 @dataclass(frozen=True)
 class Handling:
-    """What an action keeps a device from other work for, besides the ops that it runs."""
+    """Host overhead of actions and messages: time in which a device does no other work."""
 
     action: float = 0.0
-    """Seconds for each action: finding its values, starting autograd, putting things away."""
+    """Seconds for each action: finding its values, starting autograd, storing results."""
     message: float = 0.0
     """Seconds for each message, at its sender and at its receiver."""
     bandwidth: float = math.inf
-    """Bytes per second at which either end copies it."""
+    """Bytes per second at which either end copies a message."""
 
     def seconds(self, messages: int, size: float) -> float:
         return self.action + messages * self.message + size / self.bandwidth
 
 
 BY_PROCESSOR = Handling(action=45e-6, message=45e-6, bandwidth=6e9)
-"""Where the processor that computes does all this, as measured. A GPU computes on meanwhile."""
+"""Host overhead if the processor that computes also handles messages, as measured. A GPU continues to compute."""
 
 LOCAL_LINK = Link(bandwidth=8e9, latency=50e-6)
-"""Shared memory between processes of one host, as measured on two cores with both busy: on top of the handling."""
+"""Shared memory between processes of one host, in addition to the handling, as measured on two busy cores."""
 
 BETWEEN_GPUS = Link(bandwidth=20e9, latency=20e-6)
-"""Between GPUs of one host where nothing more is known: by PCIe."""
+"""PCIe between GPUs of one host, if nothing else is known."""
 
 GROUP_LINK = Link(bandwidth=1.0e9, latency=150e-6)
 """Collectives by gloo between processes of one host, as measured on two cores."""
@@ -45,19 +45,19 @@ GROUP_LINK = Link(bandwidth=1.0e9, latency=150e-6)
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices under a mesh, ``rank = replica * stages + stage``. A stage is as slow as the slowest of its replicas."""
+    """The devices of a mesh, ``rank = replica * stages + stage``. A stage is as slow as the slowest of its replicas."""
 
     stages: int
     replicas: int
     memory: tuple[float, ...]
     """Bytes that a stage may use."""
     kinds: tuple[str, ...] = ()
-    """The kind of device of each stage (the slowest over the replicas); empty where that is not known."""
+    """The kind of device of each stage (the slowest over the replicas). Empty: not known."""
     cluster: Cluster | None = None
     within: Link = LOCAL_LINK
-    """The link between stages where there is no cluster."""
+    """The link between stages, if there is no cluster."""
     across: Link = GROUP_LINK
-    """The link between replicas where there is no cluster, or where its devices sum by other means than they send."""
+    """The link between replicas, if there is no cluster or if its devices sum by other means than they send."""
     handling: Handling = BY_PROCESSOR
 
     @staticmethod
@@ -69,12 +69,12 @@ class Layout:
         link: Link = LOCAL_LINK,
         handling: Handling = BY_PROCESSOR,
     ) -> Layout:
-        """Equal devices with equal links."""
+        """Return a layout of equal devices with equal links."""
         return Layout(stages, replicas, (memory,) * stages, within=link, handling=handling)
 
     @staticmethod
     def on(cluster: Cluster, stages: int, replicas: int, *, memory_limit: float | None = None) -> Layout:
-        """The first ``stages * replicas`` devices of a cluster."""
+        """Return a layout of the first ``stages * replicas`` devices of a cluster."""
         if stages * replicas > cluster.size:
             raise PlanError(
                 f"{replicas} replica(s) x {stages} stage(s) need {replicas * stages} devices, but cluster {cluster.name!r} "
@@ -99,41 +99,37 @@ class Layout:
         return [index for index, node in enumerate(self.cluster.nodes) for _ in node.devices]
 
     def link(self, a: int, b: int) -> Link:
-        """The slowest link between two stages over all replicas."""
+        """Return the slowest link between two stages over all replicas."""
         if self.cluster is None:
             return self.within
         found = {
             self._link_name(replica * self.stages + a, replica * self.stages + b) for replica in range(self.replicas)
         }
         link = self._worst(found)
-        if self._cores(a):  # a message between processes costs more than the pipe: notices, copies, waking up
+        if self._cores(a):  # a message between processes takes longer than the pipe: notices, copies, waking up
             return Link(link.bandwidth, max(link.latency, LOCAL_LINK.latency))
         return link
 
     def between_replicas(self, stage: int) -> Link:
-        """The slowest link on the ring of the replicas of a stage."""
-        if self.cluster is None:
-            return self.across
-        if self._cores(stage):  # collectives of CPU processes do not share memory
+        """Return the slowest link on the ring of the replicas of a stage."""
+        if self.cluster is None or self._cores(stage):  # collectives of CPU processes do not share memory
             return self.across
         ranks = [replica * self.stages + stage for replica in range(self.replicas)]
         return self._worst({self._link_name(a, b) for a, b in zip(ranks, ranks[1:] + ranks[:1]) if a != b})
 
     def reduce_seconds(self, stage: int, size: float) -> float:
-        """Summing gradients of so many bytes over the replicas of a stage by a ring."""
+        """Return the seconds to sum gradients of so many bytes over the replicas of a stage by a ring."""
         if self.replicas == 1 or size <= 0:
             return 0.0
         return _ring(self.between_replicas(stage), self.replicas, size)
 
     def tie_seconds(self, stages: Sequence[int], size: float) -> float:
-        """Summing gradients of so many bytes over stages that use the same parameters."""
+        """Return the seconds to sum gradients of so many bytes over stages that use the same parameters."""
         if len(stages) < 2 or size <= 0:
             return 0.0
         if self.cluster is None or self._cores(stages[0]):
             return _ring(self.across, len(stages), size)
-        links = [self.link(a, b) for a, b in pairwise(stages)]
-        slowest = Link(min(link.bandwidth for link in links), max(link.latency for link in links))
-        return _ring(slowest, len(stages), size)
+        return _ring(_slowest_link([self.link(a, b) for a, b in pairwise(stages)]), len(stages), size)
 
     def _cores(self, stage: int) -> bool:
         return bool(self.kinds) and self.kinds[stage] == "core"
@@ -145,8 +141,12 @@ class Layout:
 
     def _worst(self, names: set[str]) -> Link:
         assert self.cluster is not None
-        links = [self.cluster.links[name] for name in sorted(names)]
-        return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
+        return _slowest_link([self.cluster.links[name] for name in names])
+
+
+def _slowest_link(links: Sequence[Link | LinkKind]) -> Link:
+    """Return a link with the least bandwidth and the longest latency of several."""
+    return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
 
 
 def _ring(link: Link, members: int, size: float) -> float:

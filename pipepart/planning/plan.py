@@ -1,4 +1,4 @@
-"""The plan: the frozen result of planning. Everything after it only reads it."""
+"""The plan: the frozen result of planning, and its file. Everything after planning only reads it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from pipepart.errors import PlanError
-from pipepart.planning.plan_parts import ChunkPlan, StageMemory, Tie, Traffic, simulator_costs, simulator_edges
-from pipepart.schedule import ChunkCosts, Edges, Schedule, Timeline, from_csv, make_schedule, simulate
+from pipepart.errors import PipepartError, PlanError, did_you_mean
+from pipepart.files import parse_json, read_text
+from pipepart.planning.chunks import ChunkPlan, StageMemory, Tie, Traffic, simulator_costs, simulator_edges
+from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Schedule, Timeline, from_csv, make_schedule, simulate
 
-__all__ = ["VERSION", "ChunkPlan", "Plan", "StageMemory", "Tie", "Traffic"]
+__all__ = ["VERSION", "Plan"]
 
 VERSION = 1
+_MOST_FORWARDS = 4_000_000
+"""Chunks times micro-batches of a plan in a file: larger schedules would take minutes to simulate."""
+_MOST_RANKS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Chunks, placement, replicas, micro-batches and schedule, with the predicted step and how good it can be at most."""
+    """Chunks, placement, replicas, micro-batches and schedule, with the predicted step and its lower bound."""
 
     graph_hash: str
     ops: tuple[str, ...]
@@ -37,30 +40,30 @@ class Plan:
     chunks: tuple[ChunkPlan, ...]
     traffic: tuple[Traffic, ...]
     bottleneck_gap: float
-    """How much the slowest stage is above the least possible one at most, as a fraction; 0: proved to be the best."""
+    """The largest possible distance of the slowest stage from the optimum, as a fraction; 0: proved to be optimal."""
     lower_bound: float
-    """No partition of this graph into this many stages can give a shorter step, with any schedule (by these costs)."""
+    """Seconds of a step that no partition into as many stages can beat, with any schedule and the same costs."""
     cost_source: str
     method: str
-    """How the partition was found."""
+    """The method that found the partition."""
     baselines: tuple[tuple[str, float], ...] = ()
     """Simulated step time of simpler partitions under the same schedule, by name."""
     recompute: tuple[bool, ...] = ()
-    """Per chunk: keep only its inputs, and run its forward again before its backward. Empty: no chunk does."""
+    """Per chunk: whether it keeps only its inputs and runs its forward again before its backward. Empty: none does."""
     memory: tuple[StageMemory, ...] = ()
-    """Per stage."""
+    """Memory of each stage at the peak of the step. Empty: not known."""
     memory_limit: float | None = None
-    """Bytes that a stage may use: the least over the devices; None: not known."""
+    """Bytes that a stage may use: the least over the devices. None: not known."""
     cluster: str = ""
-    """The cluster that the plan was made for; empty: the devices that run it."""
+    """The cluster that the plan was made for. Empty: the devices that run it."""
     tried: tuple[tuple[str, float], ...] = ()
-    """The best simulated step time of other shapes and schedules that were tried, by what they are."""
+    """The best simulated step time of other shapes and schedules that were tried, by name."""
     ties: tuple[Tie, ...] = ()
-    """What stages have in common, in the order in which it is summed."""
+    """Parameters that several stages use, in the order in which their gradients are summed."""
     actions: str = ""
-    """The action lists of a schedule that has no name (it came from a file), in the CSV format of torch."""
+    """The action lists of a schedule from a file, in the CSV format of torch. Empty: the schedule is known by name."""
     rehearsed: float | None = None
-    """Seconds that a step took when the plan was tried out on the devices that run it; None: it was not."""
+    """Seconds of a step in a rehearsal on the devices that run the plan. None: there was no rehearsal."""
     version: int = VERSION
 
     @property
@@ -78,12 +81,12 @@ class Plan:
 
     @property
     def step_time(self) -> float:
-        """Seconds of one step by the costs of its ops: what plans are compared by."""
+        """Seconds of one step by the costs of its ops; plans are compared by it."""
         return self.timeline.step_time
 
     @property
     def predicted(self) -> float:
-        """What a step is expected to take: as rehearsed, or by the costs of its ops where there was no rehearsal."""
+        """Expected seconds of a step: as rehearsed, or by the costs of its ops if there was no rehearsal."""
         return self.step_time if self.rehearsed is None else self.rehearsed
 
     @property
@@ -92,28 +95,28 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much the predicted step is above the lower bound, as a fraction of it."""
+        """Distance of the predicted step from the lower bound, as a fraction of the bound."""
         return max(0.0, self.step_time / self.lower_bound - 1.0) if self.lower_bound > 0 else 0.0
 
     @property
     def proved(self) -> bool:
-        """No other split has a faster slowest stage."""
+        """Whether no other split has a faster slowest stage."""
         return self.bottleneck_gap < 1e-9
 
     @cached_property
     def hash(self) -> str:
-        """Of what was planned; how a rehearsal of it went does not count."""
+        """Hash of the plan without its rehearsal."""
         planned = dataclasses.replace(self, rehearsed=None)
         return hashlib.sha256(planned.to_json(indent=None).encode()).hexdigest()[:16]
 
     @cached_property
     def costs(self) -> ChunkCosts:
-        """The chunk costs that the simulator takes."""
+        """The chunk costs for the simulator."""
         return simulator_costs(self.chunks, self.traffic, self.ties, self.recomputes)
 
     @property
     def recomputes(self) -> tuple[bool, ...]:
-        """`recompute`, with an entry for every chunk also where no chunk does it."""
+        """`recompute` with an entry for every chunk, even if no chunk recomputes."""
         return self.recompute or (False,) * len(self.chunks)
 
     @cached_property
@@ -121,7 +124,7 @@ class Plan:
         return simulator_edges(len(self.chunks), self.traffic, self.ties)
 
     def make_schedule(self, microbatches: int | None = None, forward: bool = False) -> Schedule:
-        """The action lists for this plan, also for another number of micro-batches or for evaluation."""
+        """Return the action lists of this plan, or those for another number of micro-batches or for evaluation."""
         count = self.microbatches if microbatches is None else microbatches
         if forward:
             return make_schedule("forward", stages=self.stages, microbatches=count, placement=self.placement)
@@ -137,7 +140,7 @@ class Plan:
         return simulate(self.make_schedule(), self.costs, self.edges)
 
     def describe(self) -> str:
-        """A table for the terminal."""
+        """Return a table for the terminal."""
         from pipepart.planning.describe import describe
 
         return describe(self)
@@ -152,52 +155,74 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
+        """Read a plan from a file."""
+        if not Path(path).exists():
+            raise PlanError(f"there is no plan at {str(path)!r}. Save one with plan.save(path).")
         try:
-            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise PlanError(f"there is no plan at {str(path)!r}. Save one with plan.save(path).") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{str(path)!r}: not a plan: {error}") from error
-        except PlanError as error:
-            raise PlanError(f"{str(path)!r}: {error}") from error
+            return _read(read_text(path))
+        except PipepartError as error:
+            raise PlanError(f"{str(path)!r} is not a plan: {error}") from error
 
     @staticmethod
     def from_json(text: str) -> Plan:
+        """Read a plan from the text of its file."""
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            return _read(text)
+        except PipepartError as error:
             raise PlanError(f"not a plan: {error}") from error
-        if not isinstance(data, dict) or data.get("version") != VERSION:
-            found = data.get("version") if isinstance(data, dict) else type(data).__name__
-            raise PlanError(
-                f"not a plan of version {VERSION} (found: {found}). Make the plan again with this pipepart."
-            )
-        try:
-            return Plan(**{name: _thaw(name, value) for name, value in data.items()})
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise PlanError(f"not a plan: {error}") from error
+
+
+def _read(text: str) -> Plan:
+    file = parse_json(text, "the file")
+    version = file.entries().get("version")
+    if version != VERSION:
+        raise PlanError(
+            f"the file has version {version!r:.40}; expected {VERSION}. Make the plan again with this version of pipepart."
+        )
+    plan = file.read(Plan)
+    _check(plan)
+    return plan
+
+
+def _check(plan: Plan) -> None:
+    """Refuse a plan whose parts contradict each other, or whose schedule is too large to simulate."""
+    stages, chunks = max(plan.placement, default=-1) + 1, len(plan.placement)
+    if not 1 <= stages <= chunks or len(set(plan.placement)) != stages or chunks % stages:
+        raise PlanError(
+            f"placement is {list(plan.placement)!s:.80}; expected equally many chunks on every stage from 0 on"
+        )
+    lengths = {
+        "chunk_of": (len(plan.chunk_of), len(plan.ops)),
+        "chunks": (len(plan.chunks), chunks),
+        "recompute": (len(plan.recomputes), chunks),
+        "memory": (len(plan.memory) or stages, stages),
+    }
+    for name, (found, expected) in lengths.items():
+        if found != expected:
+            raise PlanError(f"{name} has {found} entries; expected {expected}")
+    sizes = (plan.replicas, plan.microbatches, plan.microbatch_size)
+    if min(sizes) < 1 or plan.replicas * chunks > _MOST_RANKS or plan.microbatches * chunks > _MOST_FORWARDS:
+        raise PlanError(
+            f"replicas, microbatches and microbatch_size are {sizes} with {chunks} chunks; expected at least 1 of each, "
+            f"at most {_MOST_RANKS} replicas x chunks, and at most {_MOST_FORWARDS} micro-batches x chunks"
+        )
+    if any(chunk >= chunks for chunk in plan.chunk_of):
+        raise PlanError(f"chunk_of has an entry {max(plan.chunk_of)}; expected chunks below {chunks}")
+    if any(chunk.stage != stage for chunk, stage in zip(plan.chunks, plan.placement)):
+        raise PlanError("stage of a chunk differs from placement")
+    if not plan.actions and plan.schedule not in SCHEDULES:
+        raise PlanError(f"schedule {plan.schedule!r} is not known: {did_you_mean(plan.schedule, SCHEDULES)}")
+    schedule = plan.make_schedule() if plan.actions else plan.make_schedule(1)
+    if schedule.placement != plan.placement:
+        raise PlanError(f"schedule {plan.schedule!r} places its chunks on stages {list(schedule.placement)!s:.80}")
+    _ = plan.edges, plan.costs  # these check the chunks that traffic and ties name
 
 
 def _first_microbatches(schedule: Schedule, count: int) -> Schedule:
-    """A schedule without the micro-batches from `count` on: what is left keeps its order, so it stays valid."""
+    """Return a schedule with the first micro-batches only; the order of the others is kept, so it stays valid."""
     if count == schedule.microbatches:
         return schedule
     if count > schedule.microbatches:
         raise PlanError(f"schedule {schedule.name!r} is for {schedule.microbatches} micro-batches, asked for {count}")
     kept = tuple(tuple(action for action in actions if action.microbatch < count) for actions in schedule.actions)
     return Schedule(schedule.name, schedule.stages, count, schedule.placement, kept)
-
-
-def _thaw(name: str, value: Any) -> Any:
-    """JSON lists back to the tuples and dataclasses of a plan."""
-    if name == "chunks":
-        return tuple(ChunkPlan(**chunk) for chunk in value)
-    if name == "traffic":
-        return tuple(Traffic(**item) for item in value)
-    if name == "memory":
-        return tuple(StageMemory(**item) for item in value)
-    if name == "ties":
-        return tuple(Tie(tuple(item["chunks"]), item["size"], item["seconds"]) for item in value)
-    if name in ("baselines", "tried"):
-        return tuple((str(key), float(seconds)) for key, seconds in value)
-    return tuple(value) if isinstance(value, list) else value

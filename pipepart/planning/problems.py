@@ -1,4 +1,4 @@
-"""The partitioner's view of a graph on a mesh: arrays, devices, links, and which ops must stay together."""
+"""Problems for the partitioner: arrays of costs, devices, links, forced cuts, and ops that stay together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["free_problem", "make_problem", "with_memory"]
 def make_problem(
     pricing: Pricing, request: PlanRequest, microbatches: int, placement: Sequence[int] | None = None
 ) -> Problem:
-    """The problem without its memory: where the load is the larger one of compute and communication."""
+    """Return the problem without memory limits; the load of a stage is the larger one of compute and communication."""
     graph, costs, layout = pricing.graph, pricing.costs[0], pricing.layout
     chunks = layout.stages if placement is None else len(placement)
     where = tuple(range(chunks)) if placement is None else tuple(placement)
@@ -51,7 +51,7 @@ def make_problem(
 
 
 def with_memory(problem: Problem, pricing: Pricing, request: PlanRequest, in_flight: Sequence[int]) -> Problem:
-    """The same with the memory of every stage, and the micro-batches that each chunk holds at once."""
+    """Return the problem with the memory of every stage, and the micro-batches that each chunk holds at once."""
     limits = pricing.layout.memory
     if len(problem.devices) == 1 and len(set(limits)) > 1:
         devices = tuple(dataclasses.replace(problem.devices[0], memory=limit) for limit in limits)
@@ -66,7 +66,7 @@ def with_memory(problem: Problem, pricing: Pricing, request: PlanRequest, in_fli
 
 
 def free_problem(problem: Problem) -> Problem:
-    """The same with nothing in the way: no traffic, no memory, no reduction. What bounds it bounds every plan."""
+    """Return the problem without traffic, memory and reduction: its bound holds for every plan."""
     devices = tuple(dataclasses.replace(device, memory=math.inf) for device in problem.devices)
     return dataclasses.replace(
         problem, links=(Link(),), devices=devices, in_flight="none", recompute=("none",), reduce_seconds=0.0
@@ -83,19 +83,19 @@ def _devices(pricing: Pricing) -> tuple[Device, ...]:
 
 
 def _first_uses(pricing: Pricing) -> np.ndarray:
-    """Parameter bytes by op, each parameter with the first op that uses it."""
+    """Return the parameter bytes of each op; a parameter counts with the first op that uses it."""
     found = np.zeros(len(pricing.graph.ops))
     seen: set[str] = set()
     for index, op in enumerate(pricing.graph.ops):
         for name in op.parameters:
             if name not in seen:
                 seen.add(name)
-                found[index] += pricing.sizes[name][1]
+                found[index] += pricing.sizes[name].bytes
     return found
 
 
 def _ends(graph: OpGraph) -> list[tuple[int, ...]]:
-    """The batch enters with the first real op and the results leave with the loss: neither is a chunk of its own."""
+    """Return the groups of inputs with the first real op and of outputs with the last: neither is a chunk of its own."""
     inputs = [i for i, op in enumerate(graph.ops) if op.kind == "input"]
     outputs = [i for i, op in enumerate(graph.ops) if op.kind == "output"]
     work = [i for i, op in enumerate(graph.ops) if op.kind in ("module", "function", "method") and not op.replicable]

@@ -1,11 +1,11 @@
-"""The request to the planner, and refusals of requests before anything is measured."""
+"""Options of planning and requests to the planner, which are refused before anything is measured if they are invalid."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 from pipepart.cost.cluster import Cluster
 from pipepart.errors import PlanError, ScheduleError, did_you_mean
@@ -15,32 +15,34 @@ from pipepart.schedule import SCHEDULES, read_csv
 
 __all__ = [
     "PER_STAGE",
+    "TRAINING_SCHEDULES",
     "MicrobatchCount",
+    "PlanOptions",
     "PlanRequest",
-    "Recipe",
+    "ScheduleChoice",
     "ScheduleName",
     "Shape",
     "auto_microbatches",
     "check_request",
     "even_count",
     "neighbouring_counts",
-    "recipes",
+    "schedule_choices",
 ]
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward")
 """The schedules that the runtime can execute."""
 
 ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v"]
-"""Their names, for type checkers and editors."""
+"""The names of schedules, for type checkers and editors."""
 
 PER_STAGE = (1, 2, 4, 8)
-"""Micro-batches per stage that are tried."""
+"""Numbers of micro-batches per stage that are tried."""
 
 _USUAL_PER_STAGE = 4
-"""The number where it must be fixed before anything is measured."""
+"""Number of micro-batches per stage that is used before anything is measured."""
 
-AUTO_SLACK = 1
-"""One more micro-batch in flight than 1F1B needs absorbs jitter between stages."""
+_AUTO_SLACK = 1
+"""Slack that ``auto`` uses: one micro-batch in flight more than 1F1B needs absorbs jitter between stages."""
 
 _AUTO_ORDER = ("1f1b", "gpipe", "zb_h1", "zb_h2", "interleaved", "zb_v")
 """The schedules that ``auto`` tries, the simplest first."""
@@ -48,10 +50,12 @@ _AUTO_ORDER = ("1f1b", "gpipe", "zb_h1", "zb_h2", "interleaved", "zb_v")
 _AUTO_CHUNKS = (2, 4)
 """Chunks per stage that ``auto`` tries for schedules that take any number."""
 
+_Options = TypeVar("_Options", bound="PlanOptions")
+
 
 @dataclass(frozen=True)
 class MicrobatchCount:
-    """A number of micro-batches for the batch of a replica, and their size."""
+    """A number of micro-batches for the batch of a replica."""
 
     microbatches: int
     size: int
@@ -70,8 +74,68 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """A request to the planner: everything that is fixed, and ``"auto"`` for everything that the search decides.
+class ScheduleChoice:
+    """A schedule with its chunks per stage and its slack."""
+
+    schedule: str
+    chunks: int
+    slack: int
+
+    def __str__(self) -> str:
+        more = f", {self.chunks} chunks" if self.chunks > 1 else ""
+        return self.schedule + more + (f", slack {self.slack}" if self.slack else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options that decide the plan. ``"auto"`` leaves a choice to planning; invalid values are refused."""
+
+    stages: int | Literal["auto"] = "auto"
+    """Devices of one pipeline. ``auto``: all devices in one pipeline."""
+    replicas: int | Literal["auto"] = "auto"
+    """Whole pipelines, data parallel. ``auto``: as many as the devices allow."""
+    microbatches: int | Literal["auto"] = "auto"
+    """Parts of a batch. ``auto``: 4 per stage, or another number that is measured to be clearly faster."""
+    schedule: ScheduleName | str = "auto"
+    """The name of a schedule or the path of a ``.csv`` file of actions. ``auto``: the shortest simulated step."""
+    chunks: int | Literal["auto"] = "auto"
+    """Chunks per stage."""
+    slack: int | Literal["auto"] = "auto"
+    """Additional micro-batches that a stage may start before its first backward."""
+    keep_together: Sequence[Sequence[str]] = ()
+    """Groups of module paths that stay in one chunk each."""
+    split_at: Sequence[str] | None = None
+    """Module paths before which a cut lies. If the schedule has more chunks, the planner chooses the other cuts."""
+    recompute: bool | Literal["auto"] = "auto"
+    """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
+    memory_limit: float | None = None
+    """Bytes that one device may use. None: as much as it has."""
+
+    def __post_init__(self) -> None:
+        check_request(self.schedule, self.microbatches, self.stages, self.recompute)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def among(cls: type[_Options], values: Mapping[str, Any]) -> _Options:
+        """Make the options from the entries that have the name of one: a section of a configuration, or ``locals()``.
+
+        A function that passes its arguments by ``locals()`` has a signature that tests/test_options.py compares with the
+        fields of this class, types included.
+        """
+        return cls(**{name: values[name] for name in cls.names() if name in values})
+
+    def request(self, batch_size: int, **more: Any) -> PlanRequest:
+        """Make a request to the planner; `more`: other fields of `PlanRequest`, or other values."""
+        given = {name: getattr(self, name) for name in PlanOptions.names()}
+        return PlanRequest(batch_size=batch_size, **{**given, **more})
+
+
+@dataclass(frozen=True)
+class PlanRequest(PlanOptions):
+    """A request to the planner: the options, the batch and the devices.
 
     The mesh is searched on ``devices``, or ``stages`` and ``replicas`` fix it; a fixed mesh is a search space of one
     point.
@@ -80,30 +144,18 @@ class PlanRequest:
     batch_size: int
     """Samples of one step over all replicas, or of each replica (see `each_replica`)."""
     devices: int | None = None
-    """Number of devices; None: as many as the fixed mesh needs."""
+    """Number of devices. None: as many as the fixed mesh needs."""
     cluster: Cluster | None = None
-    """The devices and their links; None: equal devices that are joined by `link`."""
-    stages: int | str = "auto"
-    replicas: int | str = "auto"
-    microbatches: int | str = "auto"
+    """The devices and their links. None: equal devices that are joined by `link`."""
     counts: tuple[MicrobatchCount, ...] = ()
-    """The numbers of micro-batches that are tried, the usual one first: another must be clearly faster. Empty: the search
-    makes them from `microbatches`, and none is preferred."""
+    """Numbers of micro-batches to try, the usual one first: another must be clearly faster. Empty: the search makes them
+    from `microbatches`, and none is preferred."""
     each_replica: bool = False
-    """`batch_size` is that of each replica; meshes are then compared by the seconds of a step for as many samples."""
-    schedule: str = "auto"
-    chunks: int | str = "auto"
-    slack: int | str = "auto"
-    keep_together: tuple[tuple[str, ...], ...] = ()
-    """Groups of module paths that stay in one chunk each."""
-    split_at: tuple[str, ...] | None = None
-    """Module paths before which a cut lies. If the schedule has more chunks, the planner chooses the other cuts."""
+    """Whether `batch_size` is that of each replica; meshes are then compared by the seconds of a step for equal samples."""
     link: Link = LOCAL_LINK
+    """The link between stages, if there is no cluster."""
     handling: Handling = BY_PROCESSOR
-    recompute: bool | str = "auto"
-    """True: every chunk; False: none; ``auto``: those that do not fit into memory otherwise."""
-    memory_limit: float | None = None
-    """Bytes that one device may use; None: as much as it has, where that is known."""
+    """The host overhead of actions, if there is no cluster."""
     optimizer_factor: float = 2.0
     """Bytes of optimizer state per byte of parameters: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
 
@@ -121,40 +173,30 @@ class PlanRequest:
         return int(self.stages) * int(self.replicas) if self.devices is None else self.devices
 
     def share(self, replicas: int) -> int:
-        """Samples of one replica."""
+        """Return the samples of one replica."""
         return self.batch_size if self.each_replica else max(1, -(-self.batch_size // replicas))
 
     def weight(self, replicas: int) -> float:
-        """Factor by which the seconds of a step are multiplied to compare meshes."""
+        """Return the factor of the seconds of a step that makes meshes comparable."""
         return 1.0 / replicas if self.each_replica else 1.0
 
     def layout(self, stages: int, replicas: int) -> Layout:
-        """The devices under a mesh."""
+        """Return the devices of a mesh."""
         if self.cluster is not None:
             return Layout.on(self.cluster, stages, replicas, memory_limit=self.memory_limit)
         limit = math.inf if self.memory_limit is None else self.memory_limit
         return Layout.uniform(stages, replicas, memory=limit, link=self.link, handling=self.handling)
 
-    def device_memory(self) -> tuple[float, float]:
-        """Bytes of the smallest and of the largest device, as far as they may be used."""
+    def device_memory(self) -> list[float]:
+        """Return the bytes that may be used of each device; one number if the devices are equal."""
         limit = math.inf if self.memory_limit is None else self.memory_limit
-        sizes = [limit] if self.cluster is None else [min(limit, kind.memory) for kind in self.cluster.devices]
-        return min(sizes), max(sizes)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One way to run a pipeline: a schedule with its chunks per stage and its slack."""
-
-    schedule: str
-    chunks: int
-    slack: int
+        return [limit] if self.cluster is None else [min(limit, kind.memory) for kind in self.cluster.devices]
 
 
 def check_request(
     schedule: str, microbatches: int | str = "auto", stages: int | str = "auto", recompute: bool | str = "auto"
 ) -> None:
-    """Refuse what can be refused before anything is started."""
+    """Refuse invalid values before anything is started."""
     if schedule.endswith(".csv"):
         read_csv(schedule)
     elif schedule != "auto" and schedule not in TRAINING_SCHEDULES:
@@ -173,23 +215,23 @@ def check_request(
 
 
 def auto_microbatches(stages: int, batch_size: int) -> int:
-    """Four micro-batches per stage keep the bubble of a balanced pipeline below a fifth; one stage needs no more than one.
+    """Return the usual number of micro-batches, which needs no measurement.
 
-    The rule for when the number must be fixed before anything is measured.
+    Four micro-batches per stage keep the bubble of a balanced pipeline below a fifth; one stage needs only one.
     """
     return max(1, min(batch_size, _USUAL_PER_STAGE * stages)) if stages > 1 else 1
 
 
 def even_count(samples: int, count: int) -> MicrobatchCount:
-    """At most so many micro-batches, all of one size but the last."""
+    """Return a number of micro-batches of at most `count`, with all but the last of one size."""
     size = -(-samples // min(count, samples))
     return MicrobatchCount(-(-samples // size), size)
 
 
 def neighbouring_counts(stages: int, samples: int, usual: int) -> list[MicrobatchCount]:
-    """The next smaller and the next larger number of micro-batches than the usual one, whose size is given.
+    """Return the numbers of micro-batches below and above the usual one, which are measured before a run.
 
-    Those that are worth a measurement before a run.
+    `usual` is the size of the usual micro-batch.
     """
     at = PER_STAGE.index(_USUAL_PER_STAGE)
     found = []
@@ -199,9 +241,9 @@ def neighbouring_counts(stages: int, samples: int, usual: int) -> list[Microbatc
     return found
 
 
-def recipes(request: PlanRequest, stages: int) -> list[Recipe]:
-    """All that the request allows on so many stages, the simplest first."""
-    found = list(_recipes(request, stages))
+def schedule_choices(request: PlanRequest, stages: int) -> list[ScheduleChoice]:
+    """Return all schedules that the request allows on so many stages, the simplest first."""
+    found = list(_choices(request, stages))
     if not found:
         raise PlanError(
             f"no schedule takes chunks={request.chunks}; use schedule='interleaved', or leave chunks to 'auto'"
@@ -209,13 +251,13 @@ def recipes(request: PlanRequest, stages: int) -> list[Recipe]:
     return found
 
 
-def _recipes(request: PlanRequest, stages: int) -> Iterator[Recipe]:
+def _choices(request: PlanRequest, stages: int) -> Iterator[ScheduleChoice]:
     if request.schedule.endswith(".csv"):
-        yield Recipe(request.schedule, read_csv(request.schedule).chunks // stages, 0)
+        yield ScheduleChoice(request.schedule, read_csv(request.schedule).chunks // stages, 0)
         return
     auto = request.schedule == "auto"
     if auto and stages == 1 and request.chunks == "auto":
-        yield Recipe("1f1b", 1, 0 if request.slack == "auto" else int(request.slack))
+        yield ScheduleChoice("1f1b", 1, 0 if request.slack == "auto" else int(request.slack))
         return
     for name in _AUTO_ORDER if auto else (request.schedule,):
         kind = SCHEDULES[name]
@@ -228,7 +270,7 @@ def _recipes(request: PlanRequest, stages: int) -> Iterator[Recipe]:
         if auto and kind.takes_slack is False and request.slack not in ("auto", 0):
             continue
         if request.slack == "auto":
-            slack = AUTO_SLACK if kind.takes_slack and stages > 1 else 0
+            slack = _AUTO_SLACK if kind.takes_slack and stages > 1 else 0
         else:
             slack = int(request.slack)
         for chunks in counts:
@@ -236,4 +278,4 @@ def _recipes(request: PlanRequest, stages: int) -> Iterator[Recipe]:
                 continue
             if auto and name == "interleaved" and chunks == 1:
                 continue
-            yield Recipe(name, chunks, slack)
+            yield ScheduleChoice(name, chunks, slack)

@@ -2,27 +2,26 @@
 
 ::
 
-    all candidates -> estimate of each (balanced stages, closed formulas) -> in that order: split, simulate
-                   -> leave out what a bound excludes                      -> the few best: moves by simulation
+    all candidates -> an estimate of each -> in that order: split, simulate, skip those that a bound excludes
+                   -> the few best: moves by simulation -> the best one
 
-`plan`, ``pipepart plan`` and a fit all come here. A fit has a fixed mesh, and numbers of micro-batches
-that were measured.
+`plan`, ``pipepart plan`` and a fit use this search. A fit has a fixed mesh, and numbers of micro-batches that were
+measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipepart.errors import PartitionError
 from pipepart.graph import OpGraph
-from pipepart.planning.assembly import finish
 from pipepart.planning.candidates import Candidate, SearchSpace
-from pipepart.planning.memory_shortage import nothing_fits
-from pipepart.planning.parameter_uses import ParameterSizes
+from pipepart.planning.finish import make_plan, nothing_fits
+from pipepart.planning.memory import ParameterSize
 from pipepart.planning.plan import Plan
-from pipepart.planning.request import PlanRequest, Recipe
+from pipepart.planning.request import PlanRequest
 from pipepart.planning.sources import Costs
 from pipepart.planning.splits import Split
 from pipepart.schedule import peak_activations
@@ -30,25 +29,24 @@ from pipepart.schedule import peak_activations
 __all__ = ["search"]
 
 _CLEARLY = 0.96
-"""Part of the step of the usual number of micro-batches that another number may take to be preferred: no measurement gives
-the same figure twice."""
+"""Another number of micro-batches is preferred if its step takes at most this part of the step of the usual number, since
+no measurement gives the same figure twice."""
 _MORE_PARTS = 0.004
-"""Price of every further chunk and of a split backward, as a part of the step: there are more actions and messages, each of
-which may be late."""
+"""Penalty for every further chunk and for a split backward, as a part of the step: more actions and messages may be late."""
 _FAR = 1.25
-"""Factor above the best simulated step from which on estimates are not simulated any more."""
+"""Candidates whose estimate is above the best simulated step by this factor are not simulated."""
 _MOST = 48
-"""Candidates that are split and simulated."""
+"""Number of candidates that are split and simulated."""
 _MOST_ACTIONS = 60_000
-"""Schedules of more actions are tried only where there is no shorter one."""
+"""Schedules of more actions are tried only if there is no shorter one."""
 _MOST_CUTTING = 200_000
-"""The same for ops times chunks: what the search for a cut takes grows with it."""
+"""The same limit for ops times chunks, since the time to search a cut grows with it."""
 _EFFORT = 1_000_000
-"""Actions that are simulated in all before the moves; the search for a cut counts for some, too."""
+"""Actions that are simulated in total before the moves; the search for a cut counts as some of them."""
 _MOVED = 4
-"""Candidates that are improved by moves at the end,"""
+"""Number of candidates that are improved by moves at the end."""
 _NEAR = 1.08
-"""if they are so near to the best."""
+"""Factor above the best step up to which candidates are improved by moves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,31 +56,36 @@ class _Judged:
     candidate: Candidate
     split: Split
     weight: float
-    """Factor of its step that makes it comparable with those of other meshes."""
+    """Factor of its step that makes it comparable with other meshes."""
 
     @property
     def fits(self) -> bool:
-        return self.split.over <= 0
+        return self.split.fits
 
     @property
     def step(self) -> float:
         return self.split.step * self.weight
 
     def worth(self) -> tuple[float, float, float]:
-        """The order of splits: those that fit, then the step (with a small price for its parts), then fewer activations."""
+        """Return the order of splits: those that fit, then by step (with a small penalty for parts), then by activations."""
         split = self.split
-        parts = split.recipe.chunks - 1 + (1 if split.schedule.splits_backward else 0)
-        held = peak_activations(split.schedule, split.priced.costs(split.recompute).activation)
-        return split.over, round(self.step * (1 + _MORE_PARTS * parts), 9), max(held, default=0.0)
+        parts = split.choice.chunks - 1 + (1 if split.schedule.splits_backward else 0)
+        held = peak_activations(split.schedule, split.priced.costs(split.fit.recompute).activation)
+        return split.fit.over, round(self.step * (1 + _MORE_PARTS * parts), 9), max(held, default=0.0)
 
 
 def search(
-    graph: OpGraph, source: Costs, sizes: ParameterSizes, request: PlanRequest, *, frozen: Collection[str] = ()
+    graph: OpGraph,
+    source: Costs,
+    sizes: Mapping[str, ParameterSize],
+    request: PlanRequest,
+    *,
+    frozen: Collection[str] = (),
 ) -> Plan:
-    """The best plan over everything that the request leaves open.
+    """Return the best plan over all choices that the request leaves open.
 
-    Where the request names numbers of micro-batches, the plan has the usual one, unless another is clearly faster or fits into
-    memory where the usual one does not.
+    If the request names numbers of micro-batches, the plan has the usual one, unless another one is clearly faster or alone
+    fits into memory.
     """
     run = _Search(SearchSpace(graph, source, sizes, request, frozen))
     candidates = run.space.candidates()
@@ -100,7 +103,7 @@ def search(
     case = run.space.case(chosen.candidate.shape)
     if not chosen.fits:
         raise nothing_fits(case, chosen.split)
-    return finish(case, chosen.split, _tried(run.judged, chosen))
+    return make_plan(case, chosen.split, _tried(run.judged, chosen))
 
 
 class _Search:
@@ -108,10 +111,10 @@ class _Search:
         self.space = space
         self.judged: list[_Judged] = []
         self.refused: PartitionError | None = None
-        """The first refusal: a model of few ops may be cut into p, but not into 2 p."""
+        """The first refusal: a model of few ops may have p chunks, but not 2 p."""
 
     def best(self, candidates: Sequence[Candidate], below: float = math.inf) -> _Judged | None:
-        """The best of these candidates; None if the model cannot be cut for any, or if none can have a step below."""
+        """Return the best of these candidates; None if none can be split, or if none can have a step below the limit."""
         looked = self._looked_at(candidates, below)
         self.judged += looked
         if not looked:
@@ -127,7 +130,7 @@ class _Search:
         return min([*moved, *ranked], key=_Judged.worth)
 
     def _looked_at(self, candidates: Sequence[Candidate], best: float) -> list[_Judged]:
-        """A quick look at the candidates, the most promising first, until none can be better."""
+        """Look at the candidates quickly, the most promising first, until none can be better."""
         judged: list[_Judged] = []
         spent, ops = 0, len(self.space.graph)
         for candidate in sorted(candidates, key=lambda c: _is_long(c, ops)):
@@ -138,8 +141,8 @@ class _Search:
             if candidate.bound >= best:
                 continue
             if spent > 4 * _EFFORT or len(judged) >= 4 * _MOST:
-                break  # nothing has fitted so far, and what comes is less promising
-            spent += candidate.actions + ops * candidate.shape.stages * candidate.recipe.chunks // 3
+                break  # no candidate has fitted so far, and the rest is less promising
+            spent += candidate.actions + ops * candidate.shape.stages * candidate.choice.chunks // 3
             try:
                 judged.append(self._judge(candidate, moves=False))
             except PartitionError as error:
@@ -150,17 +153,17 @@ class _Search:
         return judged
 
     def _judge(self, candidate: Candidate, moves: bool = True) -> _Judged:
-        split = self.space.case(candidate.shape).best(candidate.recipe, moves=moves)
+        split = self.space.case(candidate.shape).best(candidate.choice, moves=moves)
         return _Judged(candidate, split, self.space.request.weight(candidate.shape.replicas))
 
 
 def _is_long(candidate: Candidate, ops: int) -> bool:
-    cutting = ops * candidate.shape.stages * candidate.recipe.chunks
+    cutting = ops * candidate.shape.stages * candidate.choice.chunks
     return candidate.actions > _MOST_ACTIONS or (cutting > _MOST_CUTTING and candidate.shape.stages > 1)
 
 
 def _tried(judged: Sequence[_Judged], best: _Judged) -> tuple[tuple[str, float], ...]:
-    """The best of every other mesh, recipe and number of micro-batches: seconds for as many samples as the plan's."""
+    """Return the best step of every other mesh, schedule and number of micro-batches, for as many samples as the plan's."""
     meshes = len({(one.candidate.shape.stages, one.candidate.shape.replicas) for one in judged}) > 1
     counts = len({one.candidate.shape.microbatches for one in judged}) > 1
     found: dict[str, float] = {}
@@ -169,15 +172,9 @@ def _tried(judged: Sequence[_Judged], best: _Judged) -> tuple[tuple[str, float],
             continue
         shape = one.candidate.shape
         parts = [f"{shape.replicas} x {shape.stages}"] if meshes else []
-        parts.append(_named(one.split.recipe))
+        parts.append(str(one.split.choice))
         if meshes or counts:
             parts.append(f"{shape.microbatches} micro-batches")
         name = ", ".join(parts)
         found[name] = min(one.step / best.weight, found.get(name, math.inf))
     return tuple(sorted(found.items(), key=lambda item: item[1])[:12])
-
-
-def _named(recipe: Recipe) -> str:
-    """A recipe as tables and messages call it."""
-    more = f", {recipe.chunks} chunks" if recipe.chunks > 1 else ""
-    return recipe.schedule + more + (f", slack {recipe.slack}" if recipe.slack else "")

@@ -1,4 +1,4 @@
-"""Laying the chunks of one recorded step over another one of the same model (evaluation over the training plan)."""
+"""Transfer of the chunks of a plan to another step of the same model (evaluation over the training plan)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["transfer"]
 
 
 def transfer(planned: OpGraph, chunk_of: Sequence[int], other: OpGraph, chunks: int) -> dict[str, int]:
-    """A chunk for every op of `other`, such that each parameter is used where the plan has put it.
+    """Return a chunk for every op of `other`, such that each parameter is used where the plan has put it.
 
-    Ops with parameters are fixed by them. The rest goes where the op of the same name and module is in the plan, as
-    far as the order allows: not before what it needs, not after what needs it.
+    Parameters fix the chunks of their ops. Any other op goes to the chunk of the op of the same name and module in the
+    plan, as far as the order allows: not before its inputs, not after its users.
     """
     homes = _homes(planned, chunk_of)
     named = {(op.name, op.module, op.target): chunk for op, chunk in zip(planned.ops, chunk_of)}
@@ -49,7 +49,7 @@ def transfer(planned: OpGraph, chunk_of: Sequence[int], other: OpGraph, chunks: 
 
 
 def _homes(planned: OpGraph, chunk_of: Sequence[int]) -> dict[str, set[int]]:
-    """Parameter -> the chunks that use it in the plan."""
+    """Return the chunks of the plan that use each parameter."""
     homes: dict[str, set[int]] = {}
     for op, chunk in zip(planned.ops, chunk_of):
         for name in op.parameters:
@@ -58,7 +58,7 @@ def _homes(planned: OpGraph, chunk_of: Sequence[int]) -> dict[str, set[int]]:
 
 
 def _groups(graph: OpGraph) -> list[list[int]]:
-    """Ops that stay together, each op in one group (alone, mostly), by first op."""
+    """Return groups of ops that stay together, ordered by their first op; most ops are alone in their group."""
     parent = list(range(len(graph.ops)))
 
     def find(op: int) -> int:
@@ -78,7 +78,7 @@ def _groups(graph: OpGraph) -> list[list[int]]:
 
 
 def _allowed(graph: OpGraph, group: Sequence[int], homes: Mapping[str, set[int]], chunks: int) -> list[int]:
-    """Chunks where all parameters of the group are. Parameters that training does not use may be anywhere."""
+    """Return the chunks that hold all parameters of the group; any chunk may hold those that training does not use."""
     options = set(range(chunks))
     for op in group:
         for name in graph.ops[op].parameters:

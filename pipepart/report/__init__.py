@@ -1,20 +1,24 @@
 """Report: pages, traces, pictures and tables of plans and of measured steps.
 
-Reads plans and timelines. Knows nothing of the runtime and of Lightning.
+::
+
+    plan, timelines, graph_view -> page (HTML), svg, text (terminal), perfetto (traces), figures (trackers)
+    run_folder                  -> finds these files, writes pages
+
+Knows plans, timelines and graphs. Knows nothing of the runtime and of Lightning.
 """
 
 from __future__ import annotations
 
-from pipepart.report.files import view, write_report
 from pipepart.report.graph_view import GraphView, load_graph, save_graph
-from pipepart.report.perfetto import check_trace, write_perfetto
+from pipepart.report.perfetto import write_perfetto
+from pipepart.report.run_folder import view, write_report
 from pipepart.report.svg import static_svg, write_svg
 from pipepart.report.text import gantt_text, plan_text
-from pipepart.report.trace_file import load_timeline, save_timeline
+from pipepart.report.timelines import load_timeline, save_timeline
 
 __all__ = [
     "GraphView",
-    "check_trace",
     "gantt_text",
     "load_graph",
     "load_timeline",

@@ -1,4 +1,4 @@
-"""Plans and measured steps as plain numbers under stable names: what trackers record."""
+"""Figures of plans and measured steps under stable names, for trackers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["PREFIX", "measured_step", "plan_figures", "step_figures", "warm_step
 
 PREFIX = "pipepart/"
 _WARM_UP = 3
-"""Steps of a run that announce shapes and fill caches."""
+"""First steps of a run, which announce shapes and fill caches."""
 
 
 def warm_steps(step_times: Sequence[float]) -> Sequence[float]:
-    """The steps of a run that count as usual ones: all but the first few, or all where there are no more."""
+    """Return the usual steps of a run: all but the first few, or all if there are no others."""
     return step_times[_WARM_UP:] or step_times
 
 
 def measured_step(step_times: Sequence[float]) -> float | None:
-    """Seconds of a usual step of a run; None if it had no step. Printed, reported and written figures are this one."""
+    """Return the seconds of a usual step of a run, for all output; None if the run had no step."""
     return statistics.median(warm_steps(step_times)) if step_times else None
 
 
 def plan_figures(plan: Plan) -> dict[str, float | int | str | list[int]]:
-    """What a run's configuration should say about its plan."""
+    """Return the figures of a plan for the configuration of a run."""
     return {
         "hash": plan.hash,
         "graph_hash": plan.graph_hash,
@@ -58,9 +58,10 @@ def step_figures(
     memory: Sequence[float] | None = None,
     gradient_norm: float | None = None,
 ) -> dict[str, float]:
-    """One interval of training: its steps (seconds each), its samples, a traced step, bytes per stage, gradient norm.
+    """Return the figures of one interval of training.
 
-    What is not known is left out, except for the predictions, which are always there to be held against.
+    `step_times` are seconds, `samples` those of the interval, `timeline` a traced step, `memory` bytes per stage. Unknown
+    figures are left out; the predictions are always there for comparison.
     """
     found: dict[str, float] = {
         "predicted_step_seconds": plan.predicted,

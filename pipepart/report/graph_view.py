@@ -1,18 +1,19 @@
-"""The recorded graph as the page shows it: names, places and sizes of ops, without tensors, modules or functions.
+"""The graph of a page: names, places and sizes of ops, without tensors, modules or functions.
 
-It can be kept in a file, so that a run folder is viewed later without the model.
+It has a file, so that a run folder can be viewed without the model.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pipepart.cost import OpCosts
 from pipepart.errors import PlanError
+from pipepart.files import load_json
 
 __all__ = ["GraphView", "load_graph", "save_graph"]
 
@@ -22,7 +23,7 @@ _TEXT = ("name", "kind", "target", "module", "module_class", "source", "shape", 
 
 @dataclass(frozen=True)
 class GraphView:
-    """One column per property, one entry per op, in program order. Columns that nobody knew are empty."""
+    """One column per property, with one entry per op in program order. Unknown columns are empty."""
 
     hash: str
     name: tuple[str, ...]
@@ -51,7 +52,7 @@ class GraphView:
 
     @property
     def tied(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Parameters that ops in different modules use, with these ops."""
+        """Parameters that ops of different modules use, with these ops."""
         users: dict[str, list[int]] = {}
         for op, names in enumerate(self.parameters):
             for name in names:
@@ -61,40 +62,31 @@ class GraphView:
 
     @staticmethod
     def of(graph: Any, costs: OpCosts | None = None) -> GraphView:
-        """The view of an `OpGraph` (or of a view), with the times and sizes of its ops if their costs are given."""
+        """Return the view of an `OpGraph` (or a given view), with times and sizes of its ops if costs are given."""
         view = graph if isinstance(graph, GraphView) else _from_graph(graph)
-        return view if costs is None else view.with_costs(costs)
-
-    def with_costs(self, costs: OpCosts) -> GraphView:
-        if costs.names != self.name:
+        if costs is None:
+            return view
+        if costs.names != view.name:
             raise PlanError(
-                f"the costs belong to another graph: {len(costs)} ops against {len(self)}, or other names. "
+                f"the costs belong to another graph: {len(costs)} ops against {len(view)}, or other names. "
                 "Give the costs that the plan was made with."
             )
-        data = {field: getattr(self, field) for field in self.__dataclass_fields__}
-        data.update(
+        return replace(
+            view,
             forward=costs.forward,
             backward_input=costs.backward_input,
             backward_weight=costs.backward_weight,
             saved_bytes=costs.saved_bytes,
             output_bytes=costs.output_bytes,
         )
-        return GraphView(**data)
 
     @staticmethod
     def from_names(names: Sequence[str], graph_hash: str = "") -> GraphView:
-        """What a plan alone tells about its graph: the names of its ops."""
-        blank = ("",) * len(names)
+        """Return the view of a graph of which only the names of ops are known."""
+        columns: dict[str, Any] = {column: ("",) * len(names) for column in _TEXT}
         return GraphView(
             hash=graph_hash,
-            name=tuple(names),
-            kind=blank,
-            target=blank,
-            module=blank,
-            module_class=blank,
-            source=blank,
-            shape=blank,
-            dtype=blank,
+            **{**columns, "name": tuple(names)},
             output_bytes=(),
             flops=(),
             parameters=((),) * len(names),
@@ -104,7 +96,7 @@ class GraphView:
 
 
 def _word(value: Any) -> str:
-    """A property as text: targets that are functions by their name, shapes as ``2 x 3``."""
+    """Return a property as text: functions by their name, shapes as ``2 x 3``."""
     if value is None:
         return ""
     if isinstance(value, (tuple, list)):
@@ -131,29 +123,27 @@ def _from_graph(graph: Any) -> GraphView:
 
 
 def save_graph(path: str | Path, graph: Any, costs: OpCosts | None = None) -> Path:
-    """Write what the page needs of an `OpGraph` (and of its costs) as JSON."""
+    """Write the view of an `OpGraph`, with its costs if they are given, as JSON."""
     view = GraphView.of(graph, costs)
-    data = {"pipepart": "graph", "version": VERSION}
-    data.update({field: getattr(view, field) for field in view.__dataclass_fields__})
+    data = {"pipepart": "graph", "version": VERSION, **vars(view)}
     Path(path).write_text(json.dumps(data, separators=(",", ":")) + "\n")
     return Path(path)
 
 
 def load_graph(path: str | Path) -> GraphView:
     """Read a file of `save_graph`."""
-    try:
-        data = json.loads(Path(path).read_text())
-        if data.pop("pipepart") != "graph" or data.pop("version") != VERSION:
-            raise KeyError("version")
-        data["parameters"] = [tuple(names) for names in data["parameters"]]
-        data["edges"] = [tuple(edge) for edge in data["edges"]]
-        columns: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return GraphView(**columns)
-    except FileNotFoundError as error:
-        raise PlanError(f"there is no graph at {str(path)!r}. Write one with save_graph(path, graph).") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(
-            f"{str(path)!r} is not a graph file of version {VERSION} ({error!r}). Save the graph again."
-        ) from error
+    if not Path(path).exists():
+        raise PlanError(f"there is no graph at {str(path)!r}. Write one with save_graph(path, graph).")
+    file = load_json(path)
+    data = dict(file.entries())
+    if (data.pop("pipepart", None), data.pop("version", None)) != ("graph", VERSION):
+        raise PlanError(f"{str(path)!r} is not a graph file of version {VERSION}. Save the graph again.")
+    view = replace(file, value=data).read(GraphView)
+    for column in (field.name for field in fields(view) if field.name not in ("hash", "edges")):
+        entries = getattr(view, column)
+        if len(entries) != len(view) and (entries or column in (*_TEXT, "parameters")):
+            raise file.at(column).refused(f"{len(view)} entries, one for each op")
+    for index, edge in enumerate(view.edges):
+        if max(edge) >= len(view):
+            raise file.at("edges").at(index).refused(f"numbers of ops below {len(view)}")
+    return view

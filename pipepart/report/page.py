@@ -1,15 +1,23 @@
-"""The page: template, style, scripts and data put together into one file that needs nothing else."""
+"""The page: plans, timelines and the graph as one JSON document, in one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import html
 import json
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-__all__ = ["SCRIPTS", "embed_json", "read_asset", "render_page"]
+from pipepart.errors import PlanError
+from pipepart.planning.plan import Plan
+from pipepart.report.graph_view import GraphView
+from pipepart.report.timelines import pack
+from pipepart.schedule import SCHEDULES, Timeline
+
+__all__ = ["SCRIPTS", "MemoryModel", "embed_json", "make_payload", "render_page", "stage_memory"]
 
 SCRIPTS = (
     "schedules.js",
@@ -27,7 +35,161 @@ SCRIPTS = (
     "whatif.js",
     "app.js",
 )
-"""In the order in which they run; each adds to one global object, ``pipepart``."""
+"""Scripts in the order in which they run; each adds to one global object, ``pipepart``."""
+
+EXACT_EVENTS = 20_000
+"""Timelines of more events are written with ten significant digits, which halves their size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryModel:
+    """Figures of memory that replace those of the plan. None: those of the plan."""
+
+    optimizer_states: float | None = None
+    """Bytes that the optimizer keeps per byte of weights: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
+    limit: float | Sequence[float] | None = None
+    """Bytes of a device, or one number for each stage."""
+
+    def limits(self, plan: Plan) -> list[float | None]:
+        if self.limit is None or isinstance(self.limit, (int, float)):
+            return [plan.memory_limit if self.limit is None else self.limit] * plan.stages
+        if len(self.limit) != plan.stages:
+            raise PlanError(
+                f"memory limit: expected one number or {plan.stages}, one for each stage, got {len(self.limit)}"
+            )
+        return list(self.limit)
+
+
+USUAL_STATES = 2.0
+"""Optimizer states of Adam, for plans without figures of memory."""
+
+
+def stage_memory(plan: Plan, memory: MemoryModel | None = None) -> list[dict[str, float | None]]:
+    """Return for each stage the bytes of weights, gradients, optimizer state, activations at their peak, scratch and limit."""
+    memory = memory or MemoryModel()
+    found: list[dict[str, float | None]] = []
+    for stage, limit in enumerate(memory.limits(plan)):
+        if plan.memory:
+            held = plan.memory[stage]
+            row: dict[str, float | None] = dataclasses.asdict(held)
+        else:
+            weights = float(sum(chunk.parameter_bytes for chunk in plan.chunks if chunk.stage == stage))
+            live = plan.timeline.peak_activations[stage]
+            row = {"weights": weights, "gradients": weights, "optimizer": weights * USUAL_STATES, "activations": live}
+            row["scratch"] = 0.0
+        if memory.optimizer_states is not None:
+            row["optimizer"] = float(row["weights"] or 0.0) * memory.optimizer_states
+        found.append({**row, "limit": limit})
+    return found
+
+
+def make_payload(
+    plan: Plan,
+    *,
+    title: str,
+    graph: GraphView | None = None,
+    measured: Timeline | None = None,
+    measured_step: float | None = None,
+    compare: Plan | None = None,
+    memory: MemoryModel | None = None,
+) -> dict[str, Any]:
+    """Return the whole document. Without `graph` the ops are known by name only."""
+    if graph is not None and graph.name != plan.ops:
+        raise PlanError(
+            f"the graph is not the plan's: {len(graph)} ops against {len(plan.ops)}, or other names. "
+            "Give the graph that was planned, or leave it out."
+        )
+    if measured is not None and measured.stages != plan.stages:
+        raise PlanError(
+            f"the measured timeline has {measured.stages} stages, the plan {plan.stages}; give its own trace"
+        )
+    if measured_step is None and measured is not None:
+        measured_step = measured.step_time
+    if measured is not None and (measured.edges is None or not measured.activation):
+        measured = Timeline(
+            measured.stages, measured.events, plan.edges, plan.costs.activation, measured.kept_for_weight
+        )
+    view = graph or GraphView.from_names(plan.ops, plan.graph_hash)
+    return {
+        "version": 1,
+        "title": title,
+        "plan": _plan(plan, memory),
+        "compare": None if compare is None else _plan(compare, memory),
+        "same_ops": compare is not None and compare.ops == plan.ops,
+        "measured": None if measured is None else _packed(measured),
+        "measured_step": measured_step,
+        "graph": _graph(view, known=graph is not None),
+        "schedules": {name: kind.summary for name, kind in SCHEDULES.items()},
+        "optimizer_states": _states(plan, memory),
+    }
+
+
+def _states(plan: Plan, memory: MemoryModel | None) -> float | None:
+    """Return the optimizer states per weight that were assumed. None: those of the plan."""
+    if memory is not None and memory.optimizer_states is not None:
+        return memory.optimizer_states
+    return None if plan.memory else USUAL_STATES
+
+
+def _packed(timeline: Timeline) -> dict[str, Any]:
+    return pack(timeline, 10 if len(timeline.events) > EXACT_EVENTS else None)
+
+
+_PLAN_FIGURES = (
+    "hash", "graph_hash", "stages", "chunks_per_stage", "replicas", "microbatches", "microbatch_size", "schedule", "slack",
+    "placement", "chunk_of", "step_time", "rehearsed", "predicted", "lower_bound", "gap", "bottleneck_gap", "proved",
+    "bubble", "cost_source", "method", "baselines", "tried", "cluster",
+)  # fmt: skip
+
+
+def _plan(plan: Plan, memory: MemoryModel | None) -> dict[str, Any]:
+    costs = plan.costs
+    samples = plan.batch_size * plan.replicas
+    return {
+        **{name: getattr(plan, name) for name in _PLAN_FIGURES},
+        "chunks": [dataclasses.asdict(chunk) for chunk in plan.chunks],
+        "traffic": [dataclasses.asdict(item) for item in plan.traffic],
+        "throughput": samples / plan.predicted if plan.predicted else None,
+        "recompute": plan.recomputes,
+        "costs": {
+            **{field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)},
+            "send_forward": [[*pair, seconds] for pair, seconds in sorted(costs.send_forward.items())],
+            "send_backward": [[*pair, seconds] for pair, seconds in sorted(costs.send_backward.items())],
+        },
+        "edges": {
+            "forward": sorted(plan.edges.forward),
+            "backward": sorted(plan.edges.backward),
+            "tied": plan.edges.tied,
+        },
+        "timeline": _packed(plan.timeline),
+        "memory": stage_memory(plan, memory),
+    }
+
+
+def _graph(view: GraphView, known: bool) -> dict[str, Any]:
+    """Return the columns of the ops; repeated words (modules, shapes) are numbers in a table."""
+    words: dict[str, int] = {}
+
+    def coded(values: Sequence[str]) -> list[int]:
+        return [words.setdefault(value, len(words)) for value in values]
+
+    columns: dict[str, Any] = {"name": view.name}
+    for field in ("kind", "target", "module", "module_class", "source", "shape", "dtype"):
+        columns[field] = coded(getattr(view, field))
+    for field in ("output_bytes", "flops", "saved_bytes", "parameter_bytes"):
+        columns[field] = getattr(view, field)
+    for field in ("forward", "backward_input", "backward_weight"):
+        columns[field] = [float(f"{seconds:.5g}") for seconds in getattr(view, field)]
+    parameters = [coded(names) for names in view.parameters]
+    return {
+        "known": known,
+        "hash": view.hash,
+        "columns": columns,
+        "words": list(words),
+        "parameters": parameters,
+        "edges": [op for edge in view.edges for op in edge],
+        "tied": view.tied,
+    }
 
 
 def read_asset(name: str) -> str:
@@ -35,7 +197,7 @@ def read_asset(name: str) -> str:
 
 
 def embed_json(data: Any) -> str:
-    """JSON that can stand inside a script element: no name in it can end the element or open a comment."""
+    """Return JSON for a script element: no name in it can end the element or open a comment."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -43,12 +205,12 @@ def embed_json(data: Any) -> str:
 
 
 def _source(text: str) -> str:
-    """The content security policy's name for an inline script or style: only these very bytes may run."""
+    """Return the name of an inline script or style in the content security policy: only these bytes may run."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
 def render_page(payload: dict[str, Any]) -> str:
-    """One self-contained HTML document. Its policy forbids the network and every script but its own."""
+    """Return one self-contained HTML document. Its policy forbids the network and every script but its own."""
     script = "\n" + "\n".join(read_asset(name) for name in SCRIPTS)
     style = "\n" + read_asset("style.css")
     policy = (

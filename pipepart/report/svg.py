@@ -1,14 +1,16 @@
-"""A partition and its schedule as one standalone SVG, for papers and readmes."""
+"""A partition and its schedule as one standalone SVG, for papers and web pages."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
-from pipepart.planning.describe import format_bytes, format_seconds
+from pipepart.planning.chunks import ChunkPlan, Traffic
+from pipepart.planning.describe import format_bytes, format_seconds, printable
 from pipepart.planning.plan import Plan
-from pipepart.report.message_paths import flows, implied_receives
+from pipepart.report.timelines import flows, implied_receives
 from pipepart.schedule import COMPUTE, Timeline
 
 __all__ = ["static_svg", "write_svg"]
@@ -25,14 +27,14 @@ _NAMES = {
     "REDUCE": "gradient sum",
 }  # fmt: skip
 _MANY_ARROWS = 240
-"""More arrows than that hide what they join."""
+"""A chart with more messages has no arrows, since they would hide it."""
 _THEMES = {"light": ("#ffffff", "#1a1f27", "#5a6472", "#eef0f4"), "dark": ("#12151b", "#e6e9ef", "#9aa5b5", "#232a35")}
 _LETTER = 6.1
-"""Mean width of a letter of 11 px, generously."""
+"""Approximate width of a letter of 11 px."""
 
 
 class _Drawing:
-    """Elements one after the other, with the colours of a theme."""
+    """The elements of a picture, with the colours of a theme."""
 
     def __init__(self, width: float, theme: str) -> None:
         self.width = width
@@ -60,7 +62,7 @@ class _Drawing:
             weight += f' stroke="{self.paper}" stroke-width="3" paint-order="stroke"'
         self.parts.append(
             f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size}" fill="{fill or self.ink}" text-anchor="{anchor}"{weight}>'
-            f"{escape(words)}</text>"
+            f"{escape(printable(words))}</text>"
         )
 
     def path(self, d: str, stroke: str, more: str = "") -> None:
@@ -71,85 +73,95 @@ class _Drawing:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{height:g}" '
             f'viewBox="0 0 {self.width:g} {height:g}" font-family="Helvetica, Arial, sans-serif" role="img">'
         )
-        label = f"<title>{escape(title)}</title>"
+        label = f"<title>{escape(printable(title))}</title>"
         paper = f'<rect width="{self.width:g}" height="{height:g}" fill="{self.paper}"/>'
         return "\n".join([head, label, paper, *self.parts, "</svg>"]) + "\n"
 
 
 def _fit(words: str, width: float) -> str:
-    """As much of the end of a name as fits."""
+    """Return as much of the end of a name as fits."""
     room = int(width / _LETTER)
     if len(words) <= room:
         return words
     return "…" + words[len(words) - room + 1 :] if room > 1 else ""
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """The places of chunks: boxes in rows, with room for messages between them and for skips above them."""
+
+    left: float
+    top: float
+    per_row: int
+    box: float
+    """Width of a box."""
+    hop: float = 46.0
+    """Distance between boxes."""
+    height: float = 66.0
+
+    def corner(self, chunk: int) -> tuple[float, float]:
+        row, column = divmod(chunk, self.per_row)
+        return self.left + column * (self.box + self.hop), self.top + row * (self.height + 26)
+
+
 def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
-    """The chunks in a row, what passes from each to the next, and skips as arcs above them."""
+    """Draw the chunks in rows, the messages from each to the next, and skips as arcs above a single row."""
     count = len(plan.chunks)
     per_row = min(count, max(1, int((drawing.width - 20) // 150)))
-    hop = 46.0
-    box = (drawing.width - 20 - hop * (per_row - 1)) / per_row
     rows = -(-count // per_row)
     skips = sorted((item for item in plan.traffic if item.skip), key=lambda item: item.target - item.source)
-    height, above = 66.0, (10.0 + 15 * min(3, len(skips)) if skips and rows == 1 else 8.0)
+    above = 10.0 + 15 * min(3, len(skips)) if skips and rows == 1 else 8.0
+    grid = _Grid(10, top + above, per_row, (drawing.width - 20 - _Grid.hop * (per_row - 1)) / per_row)
     traffic = {(item.source, item.target): item for item in plan.traffic}
-
-    def corner(chunk: int) -> tuple[float, float]:
-        return 10 + (chunk % per_row) * (box + hop), top + above + (chunk // per_row) * (height + 26)
-
     for index, chunk in enumerate(plan.chunks):
-        x, y = corner(index)
-        colour = STAGES[chunk.stage % len(STAGES)]
-        drawing.rect(x, y, box, height, colour, ' fill-opacity="0.12" rx="5"')
-        drawing.rect(x, y, box, 4, colour)
         name = f"stage {chunk.stage}" + (f", chunk {index}" if plan.chunks_per_stage > 1 else "")
-        drawing.text(x + 8, y + 19, _fit(name, box - 12), bold=True)
-        drawing.text(x + 8, y + 33, _fit(chunk.first, box - 12), fill=drawing.soft, size=10)
-        drawing.text(
-            x + 8, y + 46, _fit(chunk.last if chunk.last != chunk.first else "", box - 12), fill=drawing.soft, size=10
-        )
-        times = f"F {format_seconds(chunk.forward)}  B {format_seconds(chunk.backward)}"
-        drawing.text(x + 8, y + 60, _fit(times, box - 12), size=10)
-        item = traffic.get((index, index + 1))
-        if item is not None:
-            sent = format_bytes(item.forward_bytes)
-            if (index + 1) % per_row:
-                middle = y + height / 2
-                drawing.path(
-                    f"M{x + box + 3:.1f} {middle:.1f}h{hop - 10:.1f}",
-                    drawing.soft,
-                    ' stroke-width="1.4" marker-end="url(#tip)"',
-                )
-                drawing.text(x + box + hop / 2, middle - 5, sent, size=9, fill=drawing.soft, anchor="middle")
-            else:
-                drawing.text(
-                    x + box, y + height + 14, f"{sent} to chunk {index + 1}", size=9, fill=drawing.soft, anchor="end"
-                )
-    if rows == 1:
-        for number, item in enumerate(skips[:12]):
-            x1, y1 = corner(item.source)
-            x2, _ = corner(item.target)
-            a, b, lift = x1 + box / 2, x2 + box / 2, 14 + 18 * (number % 3)  # longer ones pass above shorter ones
-            drawing.path(
-                f"M{a:.1f} {y1:.1f}C{a:.1f} {y1 - lift:.1f} {b:.1f} {y1 - lift:.1f} {b:.1f} {y1 - 1:.1f}",
-                drawing.soft,
-                ' stroke-dasharray="5 3" marker-end="url(#tip)"',
-            )
-            drawing.text(
-                (a + b) / 2,
-                y1 - lift * 0.75 - 3,
-                format_bytes(item.forward_bytes),
-                size=9,
-                fill=drawing.soft,
-                anchor="middle",
-                halo=True,
-            )
-    return top + above + rows * (height + 26)
+        _box(drawing, grid, index, chunk, name)
+        if (index, index + 1) in traffic:
+            _hop(drawing, grid, traffic[index, index + 1])
+    for number, item in enumerate(skips[:12] if rows == 1 else ()):
+        _arc(drawing, grid, item, lift=14 + 18 * (number % 3))  # longer ones pass above shorter ones
+    return grid.top + rows * (grid.height + 26)
+
+
+def _box(drawing: _Drawing, grid: _Grid, index: int, chunk: ChunkPlan, name: str) -> None:
+    (x, y), room = grid.corner(index), grid.box - 12
+    colour = STAGES[chunk.stage % len(STAGES)]
+    drawing.rect(x, y, grid.box, grid.height, colour, ' fill-opacity="0.12" rx="5"')
+    drawing.rect(x, y, grid.box, 4, colour)
+    last = chunk.last if chunk.last != chunk.first else ""
+    drawing.text(x + 8, y + 19, _fit(name, room), bold=True)
+    drawing.text(x + 8, y + 33, _fit(chunk.first, room), fill=drawing.soft, size=10)
+    drawing.text(x + 8, y + 46, _fit(last, room), fill=drawing.soft, size=10)
+    times = f"F {format_seconds(chunk.forward)}  B {format_seconds(chunk.backward)}"
+    drawing.text(x + 8, y + 60, _fit(times, room), size=10)
+
+
+def _hop(drawing: _Drawing, grid: _Grid, item: Traffic) -> None:
+    """Draw the message from a chunk to the next one: an arrow, or words at the end of a row."""
+    (x, y), sent = grid.corner(item.source), format_bytes(item.forward_bytes)
+    x += grid.box
+    if item.target % grid.per_row:
+        middle = y + grid.height / 2
+        d = f"M{x + 3:.1f} {middle:.1f}h{grid.hop - 10:.1f}"
+        drawing.path(d, drawing.soft, ' stroke-width="1.4" marker-end="url(#tip)"')
+        drawing.text(x + grid.hop / 2, middle - 5, sent, size=9, fill=drawing.soft, anchor="middle")
+    else:
+        words = f"{sent} to chunk {item.target}"
+        drawing.text(x, y + grid.height + 14, words, size=9, fill=drawing.soft, anchor="end")
+
+
+def _arc(drawing: _Drawing, grid: _Grid, item: Traffic, lift: float) -> None:
+    """Draw a skip as an arc above the chunks."""
+    (a, y), (b, _) = grid.corner(item.source), grid.corner(item.target)
+    a, b = a + grid.box / 2, b + grid.box / 2
+    d = f"M{a:.1f} {y:.1f}C{a:.1f} {y - lift:.1f} {b:.1f} {y - lift:.1f} {b:.1f} {y - 1:.1f}"
+    drawing.path(d, drawing.soft, ' stroke-dasharray="5 3" marker-end="url(#tip)"')
+    words, middle = format_bytes(item.forward_bytes), (a + b) / 2
+    drawing.text(middle, y - lift * 0.75 - 3, words, size=9, fill=drawing.soft, anchor="middle", halo=True)
 
 
 def _chart(drawing: _Drawing, timeline: Timeline, label: str, top: float, span: float) -> float:
-    """One timeline as a Gantt chart, `span` seconds wide: receives above the compute of a stage, sends below it."""
+    """Draw a timeline as a Gantt chart of `span` seconds, with receives above and sends below the compute of a stage."""
     left, plot, lane, strip = 62.0, drawing.width - 72, 18.0, 3.5
     scale = plot / span if span else 0.0
     figures = f"{label}: {format_seconds(timeline.step_time)}, bubble {timeline.bubble:.1%}"
@@ -191,7 +203,7 @@ def _chart(drawing: _Drawing, timeline: Timeline, label: str, top: float, span: 
 def static_svg(
     plan: Plan, *, measured: Timeline | None = None, width: float = 900, theme: str = "light", title: str = ""
 ) -> str:
-    """The partition above its schedule, predicted and (if given) measured, as the text of a standalone SVG."""
+    """Return a standalone SVG with the partition above its schedule, predicted and (if given) measured."""
     drawing = _Drawing(width, theme)
     drawing.parts.append(
         '<defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto">'
@@ -215,15 +227,7 @@ def static_svg(
     return drawing.finish(y + 28, heading)
 
 
-def write_svg(
-    path: str | Path,
-    plan: Plan,
-    *,
-    measured: Timeline | None = None,
-    width: float = 900,
-    theme: str = "light",
-    title: str = "",
-) -> Path:
-    """Write `static_svg` to a file."""
-    Path(path).write_text(static_svg(plan, measured=measured, width=width, theme=theme, title=title), encoding="utf-8")
+def write_svg(path: str | Path, plan: Plan, **options: Any) -> Path:
+    """Write `static_svg` with these options to a file."""
+    Path(path).write_text(static_svg(plan, **options), encoding="utf-8")
     return Path(path)

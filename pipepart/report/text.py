@@ -6,7 +6,7 @@ import re
 
 from pipepart.planning.describe import describe, format_seconds
 from pipepart.planning.plan import Plan
-from pipepart.report.message_paths import implied_receives
+from pipepart.report.timelines import implied_receives
 from pipepart.schedule import Event, Timeline, gantt
 
 __all__ = ["gantt_text", "plan_text"]
@@ -19,7 +19,7 @@ _LEGEND = "0-9 forward, A-Z backward (or input half), a-z weight half, ~ reduce,
 
 
 def gantt_text(timeline: Timeline, width: int = 100, *, color: bool = False) -> str:
-    """A Gantt chart of letters for a terminal of that width, with its figures and legend below it."""
+    """Return a Gantt chart for a terminal of that width, with its figures and legend below it."""
     several = any(len({event.action.chunk for event in mine}) > 1 for mine in timeline.compute)
     margin = _MARGIN[several]
     chart = gantt(timeline, width=max(10, width - margin), color=color)
@@ -30,7 +30,7 @@ def gantt_text(timeline: Timeline, width: int = 100, *, color: bool = False) -> 
 
 
 def _with_messages(timeline: Timeline, lines: list[str], margin: int, several: bool, color: bool) -> list[str]:
-    """Messages in the cells that are idle. Sends come last: where a stage does both, it is the send that it waits for."""
+    """Show messages in idle cells. Sends come last: a stage that does both waits for the send."""
     rows = {line[:margin].strip(): (line[:margin], _CELL.findall(line[margin:])) for line in lines}
     messages = [event for event in (*timeline.events, *implied_receives(timeline)) if event.action.kind in _SIGNS]
     for event in sorted(messages, key=lambda e: e.action.kind):
@@ -47,13 +47,13 @@ def _with_messages(timeline: Timeline, lines: list[str], margin: int, several: b
 
 
 def _columns(event: Event, unit: float, count: int) -> range:
-    """The columns in whose middle an event is under way."""
+    """Return the columns whose middle lies within an event."""
     first = max(0, -int(-(event.start / unit - 0.5 + 1e-9) // 1))
     return range(first, min(count, -int(-(event.end / unit - 0.5 - 1e-9) // 1)))
 
 
 def plan_text(plan: Plan, measured: Timeline | None = None, width: int = 100, *, color: bool = False) -> str:
-    """A plan for ssh: its table, its predicted step as a chart, and the measured one under it."""
+    """Return the table of a plan, its predicted step as a chart, and the measured step below it."""
     parts = [describe(plan), "predicted\n" + gantt_text(plan.timeline, width, color=color)]
     if measured is not None:
         error = plan.predicted / measured.step_time - 1 if measured.step_time else 0.0

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.perfetto import check_trace
 
 from pipepart.cli.main import main
 from pipepart.planning import Plan
-from pipepart.report import check_trace
 
 SMALL = ["recipe=mlp", "model.width=16"]
 MODEL = """

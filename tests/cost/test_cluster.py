@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from pipepart.cost.cluster import Cluster, DeviceKind, cluster_from, cluster_names, load_cluster, this_machine
+from pipepart.cost.cluster import Cluster, DeviceKind, cluster_from, cluster_names, load_cluster
+from pipepart.cost.this_machine import MeasuredMachine, _kept, this_machine
 from pipepart.errors import ConfigError
 
 SMALL = {
@@ -64,12 +66,20 @@ def test_roofline() -> None:
         ({"nodes": [{"devices": {"card": 2}, "link": "buss"}]}, "did you mean 'bus'"),
         ({"network": "wires"}, "did you mean 'wire'"),
         ({"nodes": []}, "no devices"),
-        ({"nodes": [{"link": "bus"}]}, "expected"),
+        ({"nodes": [{"link": "bus"}]}, r"no field 'nodes\[0\]\.devices'"),
         ({"devices": {}}, "devices is"),
-        ({"devices": {"card": {"memory": 1}}}, "expected flops"),
-        ({"devices": {"card": {"flops": {"float32": 1e12}, "memory_bandwidth": -1, "memory": 1}}}, "cannot be"),
-        ({"links": {"bus": {"bandwidth": "fast"}}}, "expected bandwidth"),
-        ({"color": "red"}, "unknown key 'color'"),
+        ({"devices": {"card": {"memory": 1}}}, r"no field 'devices\.card\.flops'"),
+        (
+            {"devices": {"card": {"flops": {"float32": 1e12}, "memory_bandwidth": -1, "memory": 1}}},
+            "memory_bandwidth is -1",
+        ),
+        ({"links": {"bus": {"bandwidth": "fast", "latency": 0}}}, r"links\.bus\.bandwidth is 'fast'"),
+        ({"color": "red"}, "unknown field 'color'"),
+        ({"devices": {"card": {"flops": {}, "memory_bandwidth": 1, "memory": 1}}}, "flops is empty"),
+        ({"devices": {"card": {"flops": {"float32": float("nan")}, "memory_bandwidth": 1, "memory": 1}}}, "is nan"),
+        ({"links": {"bus": {"bandwidth": 0, "latency": 0}}}, "above 0"),
+        ({"nodes": [{"count": 10**9, "devices": {"card": 10**9}, "link": "bus"}]}, "expected at most"),
+        ({"nodes": [{"count": -1, "devices": {"card": 1}, "link": "bus"}]}, r"nodes\[0\]\.count is -1"),
     ],
 )
 def test_wrong_clusters_are_named(change: dict[str, object], message: str) -> None:
@@ -86,7 +96,7 @@ def test_unknown_names_and_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not usable YAML"):
         load_cluster(tmp_path / "bad.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(ConfigError, match="expected a mapping"):
+    with pytest.raises(ConfigError, match="expected an object with named fields"):
         load_cluster(tmp_path / "list.yaml")
     (tmp_path / "own.yaml").write_text(
         "name: own\ndevices: {x: {flops: {float32: 1e12}, memory_bandwidth: 1e11, memory: 1e9}}\n"
@@ -106,5 +116,26 @@ def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert 0 < first.links[first.network].latency < 0.1
     # Two measurements are never equal to the last digit: the second one was read.
     assert load_cluster("local") == first
-    (tmp_path / "machine.json").write_text("{}")
-    assert load_cluster("local").size == first.size
+    kept = json.loads((tmp_path / "machine.json").read_text())
+    device = kept["device"]
+    for damaged in (
+        {},
+        [],
+        {**kept, "count": 10**12},
+        {**kept, "device": {**device, "memory": -1.0}},
+        {**kept, "link": 1},
+    ):
+        assert _kept_after(tmp_path / "machine.json", json.dumps(damaged)) is None
+    assert _kept_after(tmp_path / "machine.json", "[" * 100_000) is None
+    assert _kept_after(tmp_path / "machine.json", json.dumps(kept)) is not None
+
+
+def _kept_after(path: Path, text: str) -> MeasuredMachine | None:
+    path.write_text(text)
+    return _kept(path)
+
+
+def test_an_unwritable_cache_only_costs_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PIPEPART_CACHE", str(tmp_path / "file"))
+    assert this_machine().size >= 1

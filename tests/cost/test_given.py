@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipepart.cost.given import given_costs, read_costs, read_graph, write_costs
-from pipepart.cost.op_costs import OpCosts
+from pipepart.cost.given import read_graph
+from pipepart.cost.op_costs import OpCosts, given_costs, read_costs, write_costs
 from pipepart.errors import PlanError
 
 COSTS = OpCosts(("a", "b"), (1.0, 2.0), (0.5, 0.25), (0.0, 1.0), (4, 8), (1, 2), (3, 5), "profile")
@@ -74,7 +74,7 @@ def test_files_that_are_no_costs(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=message):
             read_costs(path)
     path.write_text('{"version": 1, "names": ["a"]}')
-    with pytest.raises(PlanError, match="no list 'forward'"):
+    with pytest.raises(PlanError, match="no field 'forward'"):
         read_costs(path)
 
 
@@ -116,7 +116,7 @@ def test_operator_graphs(tmp_path: Path) -> None:
     assert host.seconds == (30.0, 10.0, 20.0, 30.0)
     assert (accelerator.count, host.count) == (2, 1)
     path.write_text(json.dumps({"nodes": [], "edges": []}))
-    with pytest.raises(PlanError, match="no operator graph"):
+    with pytest.raises(PlanError, match="no graph with costs"):
         read_graph(path)
     with pytest.raises(PlanError, match="cannot tell the format"):
         read_graph(tmp_path / "graph.xml")

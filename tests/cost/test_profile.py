@@ -124,10 +124,33 @@ def test_the_cache_gives_back_what_was_measured(tmp_path, monkeypatch: pytest.Mo
     profiled(recording, [leaf[:8] for leaf in leaves])
     profiled(recording, leaves, variant="bf16")
     assert len(list((tmp_path / "profiles").glob("*.json"))) == 3
-    # a broken file is measured again, not believed
-    for path in (tmp_path / "profiles").glob("*.json"):
-        path.write_text("{")
-    assert profiled(recording, leaves).names == first.names
+
+
+def test_a_damaged_or_unwritable_cache_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEPART_CACHE", str(tmp_path))
+    example = batch()
+    recording = record(Layers(), example)
+    leaves = recording.flatten(example)
+    first = profiled(recording, leaves)
+    (file,) = (tmp_path / "profiles").iterdir()
+    good = json.loads(file.read_text())
+    measured_again: list[bool] = []
+    monkeypatch.setattr(sys.modules["pipepart.cost.cache"], "profile", lambda *_: measured_again.append(True) or first)
+    assert profiled(recording, leaves) == first
+    assert not measured_again
+    changes: list[dict[str, object]] = [
+        {"forward": [float("nan")] * len(first)}, {"forward": [-1.0] * len(first)}, {"forward": [1.0]}, {"forward": 1.0},
+        {"savers": [[10**9]] * len(first)}, {"savers": 3}, {"names": ["x"]}, {"saved_bytes": ["1"] * len(first)}, {"more": 1},
+    ]  # fmt: skip
+    texts = ["", "{", "[]", "[" * 100_000 + "]" * 100_000, *(json.dumps({**good, **change}) for change in changes)]
+    for count, text in enumerate(texts, 1):
+        file.write_text(text)
+        assert profiled(recording, leaves) == first
+        assert len(measured_again) == count, text[:200]
+        assert json.loads(file.read_text()) == good
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PIPEPART_CACHE", str(tmp_path / "file"))
+    assert profiled(recording, leaves) == first
 
 
 def test_what_was_kept_is_held_against_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

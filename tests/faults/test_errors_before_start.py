@@ -111,7 +111,7 @@ def test_plan_files(tmp_path) -> None:
     with pytest.raises(PlanError, match=r"bad.json.*not a plan"):
         Plan.load(tmp_path / "bad.json")
     (tmp_path / "other.json").write_text('{"version": 99}')
-    with pytest.raises(PlanError, match="not a plan of version"):
+    with pytest.raises(PlanError, match="version 99; expected 1"):
         Plan.load(tmp_path / "other.json")
 
 

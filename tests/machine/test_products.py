@@ -161,8 +161,8 @@ RUN = """
         except ConfigError as error:
             print("refused", error)
     print("float32 works", len(pipepart.capture(model.float(), (torch.ones(8, 64),)).graph))
-    from pipepart.cost.cluster import measure_machine
-    print("measured", *measure_machine()[0].flops)
+    from pipepart.cost.this_machine import measure_machine
+    print("measured", *measure_machine().device.flops)
 """
 
 

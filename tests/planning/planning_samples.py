@@ -9,6 +9,7 @@ from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph
 from pipepart.graph.opgraph import Op
 from pipepart.planning import MicrobatchCount, Plan, PlanRequest, search
+from pipepart.planning.memory import ParameterSize
 
 __all__ = ["CostsBySize", "chain", "op", "planned", "random_graph", "sample_costs", "sizes_of"]
 
@@ -100,8 +101,8 @@ def sample_costs(graph: OpGraph, seed: int = 0, saved: int = 10_000) -> OpCosts:
     )
 
 
-def sizes_of(graph: OpGraph, size: int = 4000) -> dict[str, tuple[int, int]]:
-    return {name: (size // 4, size) for op in graph.ops for name in op.parameters}
+def sizes_of(graph: OpGraph, size: int = 4000) -> dict[str, ParameterSize]:
+    return {name: ParameterSize(size // 4, size) for op in graph.ops for name in op.parameters}
 
 
 class CostsBySize:
@@ -118,7 +119,7 @@ def planned(
     graph: OpGraph,
     costs: OpCosts,
     size: int,
-    sizes: dict[str, tuple[int, int]],
+    sizes: dict[str, ParameterSize],
     *,
     stages: int,
     microbatches: int = 1,

@@ -11,13 +11,14 @@ from torch import nn
 
 from pipepart.cost import OpCosts
 from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind, Node
-from pipepart.cost.given import write_costs
+from pipepart.cost.op_costs import write_costs
 from pipepart.errors import PlanError
 from pipepart.graph import capture
 from pipepart.planning import Plan, PlanOptions, plan
 from pipepart.planning.entry import Target, plan_for
 from pipepart.planning.layout import Layout
-from pipepart.planning.sources import resized, scaled
+from pipepart.planning.memory import ParameterSize
+from pipepart.planning.sources import resized
 from pipepart.schedule import make_schedule, to_csv, validate
 
 
@@ -149,7 +150,7 @@ def test_devices_of_two_kinds() -> None:
 def test_shapes_that_cannot_be() -> None:
     with pytest.raises(PlanError, match="devices must be a multiple of replicas"):
         plan(Net(), example(), cluster=cluster(), replicas=3)
-    with pytest.raises(PlanError, match="cannot be cut into 64 micro-batches"):
+    with pytest.raises(PlanError, match="cannot be split into 64 micro-batches"):
         plan(Net(), example(), cluster=cluster(), microbatches=64)
     with pytest.raises(PlanError, match="example batch"):
         plan(Net())
@@ -178,7 +179,7 @@ def test_batches_of_other_sizes() -> None:
     assert kept is y
     assert resized([x, 7], 4)[0].shape == (4, 2)
     costs = plan_costs()
-    half = scaled(costs, 0.5)
+    half = costs.scaled(0.5)
     assert half.parameter_bytes == costs.parameter_bytes
     assert sum(half.forward) == pytest.approx(sum(costs.forward) / 2)
 
@@ -209,7 +210,7 @@ def test_a_backward_in_two_halves_has_its_price() -> None:
     plain = OpCosts(tuple(op.name for op in graph.ops), ones, ones, ones, none, none, none, "sample")
     dear = dataclasses.replace(plain, split_extra=tuple(0.5 * one for one in ones))
 
-    sizes = {name: (16, 64) for name, _ in layers.named_parameters(prefix="layers")}
+    sizes = {name: ParameterSize(16, 64) for name, _ in layers.named_parameters(prefix="layers")}
 
     def step(costs: OpCosts, schedule: str) -> float:
         fixed = {"schedule": schedule, "slack": 0, "split_at": ("layers.2",)}

@@ -62,7 +62,12 @@ def test_a_plan_without_the_later_fields_can_be_read() -> None:
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("{", "not a plan"), ("[1]", "version"), ('{"version": 99}', "99"), ('{"version": 1}', "not a plan")],
+    [
+        ("{", "not a plan"),
+        ("[1]", "not a plan: the file is a list"),
+        ('{"version": 99}', "99"),
+        ('{"version": 1}', "not a plan"),
+    ],
 )
 def test_what_is_no_plan_is_refused(text: str, part: str) -> None:
     with pytest.raises(PlanError, match=part):

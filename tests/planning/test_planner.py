@@ -16,10 +16,10 @@ from pipepart.errors import PlanError, ScheduleError
 from pipepart.graph import OpGraph
 from pipepart.planning import Layout, Plan, PlanRequest, auto_microbatches, check_request, search
 from pipepart.planning.layout import Handling
-from pipepart.planning.moves import Mover
+from pipepart.planning.memory import ParameterSize
 from pipepart.planning.pricing import Pricing
-from pipepart.planning.request import MicrobatchCount, Shape, recipes
-from pipepart.planning.splits import Case
+from pipepart.planning.request import MicrobatchCount, Shape, schedule_choices
+from pipepart.planning.splits import Case, Mover
 from pipepart.schedule import step_time, validate
 
 
@@ -116,17 +116,17 @@ def test_moves_find_the_way_from_a_bad_split() -> None:
     pricing = Pricing(graph, (sample_costs(graph),), sizes_of(graph), Layout.uniform(2, 1))
     request = PlanRequest(8, stages=2, replicas=1, schedule="1f1b", slack=0)
     case = Case(pricing, request, Shape(2, 1, 4, 2))
-    recipe = recipes(request, 2)[0]
-    schedule = case.make_schedule(recipe)
+    choice = schedule_choices(request, 2)[0]
+    schedule = case.make_schedule(choice)
     bad = np.array([0] + [0] * 2 + [1] * 10 + [1])
-    start = case.judge(recipe, schedule, bad)
-    found, score, spent = Mover(case.problem((0, 1))).improve(
-        bad, 2, lambda chunk_of: case.judge(recipe, schedule, chunk_of).score, start.score, 200
+    start = case.judge(choice, schedule, bad)
+    found = Mover(case.problem((0, 1))).improve(
+        bad, 2, lambda chunk_of: case.judge(choice, schedule, chunk_of).score, start.score, 200
     )
-    assert 0 < spent <= 200
-    assert score < start.score
-    assert score[1] == pytest.approx(case.best(recipe).step, rel=1e-3)
-    assert all(found[a] <= found[b] for a, b in graph.edges)
+    assert 0 < found.spent <= 200
+    assert found.score < start.score
+    assert found.score[1] == pytest.approx(case.best(choice).step, rel=1e-3)
+    assert all(found.chunk_of[a] <= found.chunk_of[b] for a, b in graph.edges)
 
 
 def test_memory_is_counted_by_kind() -> None:
@@ -230,7 +230,7 @@ def test_a_matrix_on_two_stages_is_summed_at_the_end() -> None:
     graph = chain(8)
     ops = [dataclasses.replace(op, parameters=("shared",)) if i in (1, 8) else op for i, op in enumerate(graph.ops)]
     tied = OpGraph(tuple(ops), graph.edges, (), graph.hash)
-    sizes = {**sizes_of(graph), "shared": (1000, 4000)}
+    sizes = {**sizes_of(graph), "shared": ParameterSize(1000, 4000)}
     fixed = {"stages": 2, "microbatches": 4, "schedule": "1f1b"}
     plan = plan_of(tied, sample_costs(graph), 2, sizes, **fixed)
     (tie,) = plan.ties

@@ -6,7 +6,6 @@ from planning_samples import CostsBySize, chain, sample_costs, sizes_of
 from pipepart.cost import OpCosts
 from pipepart.errors import PartitionError, PlanError
 from pipepart.planning import MicrobatchCount, Plan, PlanRequest, search
-from pipepart.planning.sources import scaled
 
 BATCH = 32
 COUNTS = (MicrobatchCount(8, 4), MicrobatchCount(4, 8), MicrobatchCount(16, 2))
@@ -18,7 +17,7 @@ def costs_of(seconds: dict[int, float], saved: int = 10_000) -> CostsBySize:
     found: dict[int, OpCosts] = {}
     for count in COUNTS:
         time = seconds[count.microbatches] * count.size / 4
-        found[count.size] = scaled(usual, count.size / 4, time, time)
+        found[count.size] = usual.scaled(count.size / 4, time, time)
     return CostsBySize(found)
 
 

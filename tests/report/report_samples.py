@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipepart.cost import OpCosts
-from pipepart.planning.plan import ChunkPlan, Plan, Traffic
+from pipepart.planning import ChunkPlan, Plan, Traffic
 from pipepart.schedule import SCHEDULES, Action, Event, Timeline, make_schedule, simulate
 
 __all__ = ["costs_of", "gpt_graph", "jittered", "moved", "sample_plan"]

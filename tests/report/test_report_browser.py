@@ -13,7 +13,7 @@ import pytest
 from report_samples import costs_of, gpt_graph, jittered, moved, sample_plan
 
 from pipepart.report import write_report
-from pipepart.report.message_paths import flows, implied_receives
+from pipepart.report.timelines import flows, implied_receives
 from pipepart.schedule import Timeline, make_schedule, simulate
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

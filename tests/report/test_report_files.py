@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from report_samples import costs_of, gpt_graph, jittered, moved, sample_plan
+from support.perfetto import check_trace
 
 from pipepart.errors import PlanError
 from pipepart.report import (
     GraphView,
-    check_trace,
     gantt_text,
     load_graph,
     load_timeline,
@@ -26,7 +26,7 @@ from pipepart.report import (
     view,
     write_perfetto,
 )
-from pipepart.report.message_paths import flows, implied_receives
+from pipepart.report.timelines import flows, implied_receives
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools import visualize
@@ -116,19 +116,19 @@ def test_check_trace_finds_faults(tmp_path):
         event.update(change)
         return document
 
-    with pytest.raises(PlanError, match="lasts"):
+    with pytest.raises(ValueError, match="lasts"):
         check_trace(broken("X", dur=-1.0))
-    with pytest.raises(PlanError, match="starts at"):
+    with pytest.raises(ValueError, match="starts at"):
         check_trace(broken("X", ts=-5.0))
-    with pytest.raises(PlanError, match="does not"):
+    with pytest.raises(ValueError, match="does not"):
         check_trace(broken("s", id=10_000))
-    with pytest.raises(PlanError, match="before it begins"):
+    with pytest.raises(ValueError, match="before it begins"):
         check_trace(broken("f", ts=0.0))
-    with pytest.raises(PlanError, match="no slice"):
+    with pytest.raises(ValueError, match="no slice"):
         check_trace(broken("f", pid=99))
-    with pytest.raises(PlanError, match="unknown phase"):
+    with pytest.raises(ValueError, match="unknown phase"):
         check_trace(broken("X", ph="Q"))
-    with pytest.raises(PlanError, match="slices cross"):
+    with pytest.raises(ValueError, match="slices cross"):
         check_trace(broken("X", dur=next(e["dur"] for e in good["traceEvents"] if e["ph"] == "X") * 1.5))
 
 

@@ -13,10 +13,9 @@ import pytest
 from report_samples import costs_of, gpt_graph, jittered, moved, sample_plan
 
 from pipepart.errors import PlanError
-from pipepart.planning.plan import StageMemory
+from pipepart.planning import StageMemory
 from pipepart.report import GraphView, write_report
-from pipepart.report.page import embed_json, render_page
-from pipepart.report.payload import MemoryModel, make_payload, stage_memory
+from pipepart.report.page import MemoryModel, embed_json, make_payload, render_page, stage_memory
 
 NASTY = "</script><script>alert(1)</script><!-- \"quotes' & \u2028 é 漢字 \U0001f600"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipepart.report.message_paths import flows, implied_receives
 from pipepart.report.page import SCRIPTS
+from pipepart.report.timelines import flows, implied_receives
 from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Timeline, make_schedule, simulate
 
 ASSETS = Path(__file__).parents[2] / "pipepart" / "report" / "assets"

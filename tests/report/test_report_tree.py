@@ -14,7 +14,7 @@ import pytest
 from report_samples import gpt_graph, sample_plan
 
 from pipepart.report import GraphView
-from pipepart.report.payload import make_payload
+from pipepart.report.page import make_payload
 
 ASSETS = Path(__file__).parents[2] / "pipepart" / "report" / "assets"
 PURE = ("schedules.js", "simulate.js", "hierarchy.js", "layout.js")

@@ -58,7 +58,7 @@ def _sum(rank: int, size: int, rounds: int) -> list[float]:
 
 def links(rounds: int = 40) -> str:
     """A table: each transport as measured, and what planning assumes for it."""
-    from pipepart.cost.cluster import this_machine
+    from pipepart.cost.this_machine import this_machine
     from pipepart.planning.layout import GROUP_LINK, LOCAL_LINK, Layout
 
     machine = this_machine()

@@ -1,10 +1,11 @@
-"""The tensors that chunks exchange for one micro-batch: bytes, seconds on the links, and seconds of handling."""
+"""The tensors that chunks exchange for one micro-batch: bytes, seconds on the links, and host overhead."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +13,20 @@ from numpy.typing import NDArray
 from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph
 from pipepart.partition import Link
+from pipepart.planning.chunks import Traffic
 from pipepart.planning.layout import Layout
-from pipepart.planning.plan_parts import Traffic
 
-__all__ = ["ChunkTraffic", "HandlingTimes", "OutputTraffic"]
+__all__ = ["ChunkTraffic", "OutputTraffic"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+class SentOutput(NamedTuple):
+    """The output of an op that goes to another chunk."""
+
+    op: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -27,28 +35,18 @@ class ChunkTraffic:
 
     pairs: tuple[Traffic, ...]
     """By source and target."""
-    sent: tuple[tuple[int, int], ...]
-    """(op, chunk) for every output that goes to another chunk."""
-
-    def received(self, chunks: int) -> list[float]:
-        """Bytes that arrive at each chunk from earlier ones."""
-        found = [0.0] * chunks
-        for pair in self.pairs:
-            found[pair.target] += pair.forward_bytes
-        return found
-
-
-@dataclass(frozen=True)
-class HandlingTimes:
-    """Seconds that each forward and each backward of a chunk takes on its device besides computing."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    sent: tuple[SentOutput, ...]
+    received: tuple[int, ...]
+    """Per chunk: bytes from earlier chunks."""
+    handling_forward: tuple[float, ...]
+    """Per chunk: host overhead of each forward, in seconds."""
+    handling_backward: tuple[float, ...]
+    """Per chunk: host overhead of each backward, in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
 class OutputTraffic:
-    """The outputs of the ops of one graph, and the links of one mesh that they travel over."""
+    """The outputs of the ops of one graph, and the links of one mesh."""
 
     graph: OpGraph
     costs: OpCosts
@@ -56,18 +54,18 @@ class OutputTraffic:
 
     @cached_property
     def sent(self) -> Floats:
-        """Bytes of each op's output; replicable ops (masks, positions) are copied where they are used, never sent."""
+        """Bytes of each op's output. Replicable ops (masks, positions) run again where they are used and are never sent."""
         sizes = zip(self.graph.ops, self.costs.output_bytes)
         return np.array([0.0 if op.replicable else float(size) for op, size in sizes])
 
     @cached_property
     def sent_back(self) -> Floats:
-        """Bytes of the gradient of each op's output; at least one, since a gradient of no bytes is waited for, too."""
+        """Bytes of the gradient of each op's output; at least one, since a gradient of no bytes is waited for as well."""
         back = [op.requires_grad and not op.replicable for op in self.graph.ops]
         return np.where(back, np.maximum(self.sent, 1.0), 0.0)
 
     def of_chunks(self, chunk: Ints, placement: Sequence[int]) -> ChunkTraffic:
-        """The exchange between each pair of chunks."""
+        """Return the traffic between each pair of chunks."""
         count = len(placement)
         source, target = self._edges
         crosses = chunk[source] != chunk[target]
@@ -85,13 +83,18 @@ class OutputTraffic:
                 link = self._link(placement[a], placement[b])
                 seconds = (link.seconds(there), link.seconds(again))
             found.append(Traffic(a, b, int(there), int(again), *seconds))
-        return ChunkTraffic(tuple(found), tuple(zip(sender.tolist(), (keys % count).tolist())))
+        sent = tuple(map(SentOutput, sender.tolist(), (keys % count).tolist()))
+        return self._with_handling(placement, tuple(found), sent)
 
-    def handling(self, placement: Sequence[int], traffic: ChunkTraffic) -> HandlingTimes:
-        """The handling of the messages of each chunk, and of starting its actions."""
+    def _with_handling(
+        self, placement: Sequence[int], pairs: tuple[Traffic, ...], sent: tuple[SentOutput, ...]
+    ) -> ChunkTraffic:
+        """Add up the bytes and the messages of each chunk."""
+        received = [0] * len(placement)
         messages = [[0, 0] for _ in placement]
         sizes = [[0.0, 0.0] for _ in placement]
-        for pair in traffic.pairs:
+        for pair in pairs:
+            received[pair.target] += pair.forward_bytes
             if placement[pair.source] != placement[pair.target]:
                 for end in (pair.source, pair.target):
                     messages[end][0] += 1
@@ -99,7 +102,7 @@ class OutputTraffic:
                     sizes[end][0] += pair.forward_bytes
                     sizes[end][1] += pair.backward_bytes
         found = [tuple(map(self.layout.handling.seconds, *both)) for both in zip(messages, sizes)]
-        return HandlingTimes(tuple(f for f, _ in found), tuple(b for _, b in found))
+        return ChunkTraffic(pairs, sent, tuple(received), tuple(f for f, _ in found), tuple(b for _, b in found))
 
     @cached_property
     def _edges(self) -> tuple[Ints, Ints]:

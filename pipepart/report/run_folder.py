@@ -1,8 +1,7 @@
-"""Reports in files: the page of a plan, and a page from whatever lies in a run folder."""
+"""Reports in files: the page of a plan, and the page of a run folder."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 from pipepart.cost import OpCosts
 from pipepart.errors import PlanError
+from pipepart.files import load_json
 from pipepart.planning.plan import Plan
 from pipepart.report.graph_view import GraphView, load_graph
-from pipepart.report.page import render_page
-from pipepart.report.payload import MemoryModel, make_payload
-from pipepart.report.trace_file import load_timeline
+from pipepart.report.page import MemoryModel, make_payload, render_page
+from pipepart.report.timelines import load_timeline
 from pipepart.schedule import Timeline
 
 __all__ = ["RunFiles", "locate", "view", "write_report"]
@@ -37,8 +36,8 @@ def write_report(
 
     `graph` is the `OpGraph` that was planned (or a `GraphView`), `costs` its per-op costs, `measured` a traced step,
     `measured_step` the seconds of a usual step (by default those of the traced one), `compare` a second plan.
-    `optimizer_states` (how many times the weights the optimizer keeps) and `memory_limit` (bytes of a device) are taken
-    from the plan unless they are given.
+    `optimizer_states` (bytes of optimizer state per byte of weights) and `memory_limit` (bytes of a device) replace the
+    figures of the plan.
     """
     target = Path(path)
     payload = make_payload(
@@ -56,20 +55,16 @@ def write_report(
 
 
 def _kind_of(path: Path) -> str:
-    """What a JSON file holds: ``plan``, ``timeline`` or ``graph``."""
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{str(path)!r} cannot be read: {error}. Expected a plan, a trace or a run folder.") from error
-    if isinstance(data, dict) and "pipepart" in data:
-        return str(data["pipepart"])
-    if isinstance(data, dict) and "chunk_of" in data:
-        return "plan"
+    """Return the kind of a JSON file: ``plan``, ``timeline`` or ``graph``."""
+    data = load_json(path).value
+    kind = data.get("pipepart", "plan" if "chunk_of" in data else None) if isinstance(data, dict) else None
+    if kind in ("plan", "timeline", "graph"):
+        return str(kind)
     raise PlanError(f"{str(path)!r} is neither a plan nor a trace. Expected plan.json, trace.json or a run folder.")
 
 
 def _found(folder: Path, name: str) -> Path | None:
-    """The file of that name in a folder, or the newest one below it."""
+    """Return the file of that name in a folder, or the newest one below it."""
     direct = folder / name
     if direct.is_file():
         return direct
@@ -79,7 +74,7 @@ def _found(folder: Path, name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files that belong together: a plan, and what lies beside it."""
+    """A plan file, and the trace and the graph beside it."""
 
     plan: Path
     trace: Path | None
@@ -87,7 +82,7 @@ class RunFiles:
 
 
 def locate(source: str | Path) -> RunFiles:
-    """The files of a plan file, of a trace file that lies beside its plan, or of a run folder."""
+    """Find the files of a run, from its plan file, from a trace file beside the plan, or from its folder."""
     where = Path(source)
     if not where.exists():
         raise PlanError(f"there is nothing at {str(source)!r}. Expected a plan file, a trace file or a run folder.")
@@ -104,16 +99,16 @@ def locate(source: str | Path) -> RunFiles:
 def view(
     source: str | Path, output: str | Path | None = None, *, compare: str | Path | None = None, title: str | None = None
 ) -> Path:
-    """Make a page from a plan file, a trace file that lies beside its plan, or a run folder; returns where it is.
+    """Write a page from a plan file, a trace file beside its plan, or a run folder, and return its path.
 
-    A run folder holds `plan.json`, and maybe `trace.json` (a measured step) and `graph.json` (names and places of ops).
-    `compare` names a second plan (or its folder) to show beside it.
+    A run folder holds `plan.json`, and optionally `trace.json` (a measured step) and `graph.json` (names and places of
+    ops). `compare` is the path of a second plan, or of its folder, to show beside the first.
     """
     files = locate(source)
     plan = Plan.load(files.plan)
     graph = load_graph(files.graph) if files.graph else None
     if graph is not None and graph.name != plan.ops:
-        graph = None  # of another plan that was here before
+        graph = None  # it belongs to another plan
     beside = files.plan.parent
     return write_report(
         Path(output) if output is not None else beside / "report.html",
