@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipepart.planning.plan import Plan
+from pipepart.values import printable
 
 __all__ = ["describe", "format_bytes", "format_seconds"]
 
@@ -61,7 +62,7 @@ def describe(plan: Plan) -> str:
         return "  ".join(cells).rstrip()
 
     table = [line(head), line(["-" * w for w in widths]), *map(line, rows)]
-    return "\n".join([*table, "", *_summary(plan)])
+    return printable("\n".join([*table, "", *_summary(plan)]), keep="\n")
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -162,4 +163,5 @@ def _limits(plan: Plan) -> str:
 
 
 def _short(path: str, width: int = 28) -> str:
+    path = printable(path)
     return path if len(path) <= width else "..." + path[-(width - 3) :]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pipepart.planning.request import PlanRequest, ScheduleName, check_request
+from pipepart.values import Count, Range, check_fields
 
 __all__ = ["PlanOptions"]
 
@@ -15,19 +17,22 @@ _Kind = TypeVar("_Kind", bound="PlanOptions")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What is fixed by the user; everything that is ``"auto"`` is chosen by planning. Invalid values are refused here."""
+    """Everything that the user fixes; planning chooses each option that is ``"auto"``.
 
-    stages: int | Literal["auto"] = "auto"
+    The annotation of an option declares its type and its range. Options with an invalid value cannot be made.
+    """
+
+    stages: Count | Literal["auto"] = "auto"
     """Devices of one pipeline. ``auto``: all devices in one pipeline."""
-    replicas: int | Literal["auto"] = "auto"
+    replicas: Count | Literal["auto"] = "auto"
     """Whole pipelines, data parallel. ``auto``: as many as the devices allow."""
-    microbatches: int | Literal["auto"] = "auto"
+    microbatches: Count | Literal["auto"] = "auto"
     """Parts of a batch. ``auto``: 4 per stage, or another number that is measured to be clearly faster."""
     schedule: ScheduleName | str = "auto"
     """The name of a schedule or the path of a ``.csv`` file of actions. ``auto``: the shortest simulated step."""
-    chunks: int | Literal["auto"] = "auto"
+    chunks: Count | Literal["auto"] = "auto"
     """Chunks per stage."""
-    slack: int | Literal["auto"] = "auto"
+    slack: Annotated[int, Range(0, 65_536)] | Literal["auto"] = "auto"
     """Additional micro-batches that a stage may start before its first backward."""
     keep_together: Sequence[Sequence[str]] = ()
     """Groups of module paths that stay in one chunk each."""
@@ -35,11 +40,12 @@ class PlanOptions:
     """Module paths before which a cut lies. If the schedule has more chunks, the planner chooses the other cuts."""
     recompute: bool | Literal["auto"] = "auto"
     """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
-    memory_limit: float | None = None
+    memory_limit: Annotated[float, Range(0, math.inf, above=True)] | None = None
     """Bytes that one device may use. None: as much as it has."""
 
     def __post_init__(self) -> None:
-        check_request(self.schedule, self.microbatches, self.stages, self.recompute)
+        check_fields(self)
+        check_request(self.schedule)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pipepart.planning.describe import format_bytes, format_seconds
 from pipepart.planning.plan import Plan
 from pipepart.report.message_paths import flows, implied_receives
 from pipepart.schedule import COMPUTE, Timeline
+from pipepart.values import printable
 
 __all__ = ["static_svg", "write_svg"]
 
@@ -60,7 +61,7 @@ class _Drawing:
             weight += f' stroke="{self.paper}" stroke-width="3" paint-order="stroke"'
         self.parts.append(
             f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size}" fill="{fill or self.ink}" text-anchor="{anchor}"{weight}>'
-            f"{escape(words)}</text>"
+            f"{escape(printable(words))}</text>"
         )
 
     def path(self, d: str, stroke: str, more: str = "") -> None:
@@ -71,7 +72,7 @@ class _Drawing:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{height:g}" '
             f'viewBox="0 0 {self.width:g} {height:g}" font-family="Helvetica, Arial, sans-serif" role="img">'
         )
-        label = f"<title>{escape(title)}</title>"
+        label = f"<title>{escape(printable(title))}</title>"
         paper = f'<rect width="{self.width:g}" height="{height:g}" fill="{self.paper}"/>'
         return "\n".join([head, label, paper, *self.parts, "</svg>"]) + "\n"
 
