@@ -88,10 +88,12 @@ def _loggers(config: dict[str, Any]) -> list[Logger]:
     for name, node in config["logger"].items():
         if not node:
             continue
-        logger: Any = build(node, allow, f"logger.{name}")
+        kind = locate(node["_target_"], allow)
+        tracked = inspect.isclass(kind) and issubclass(kind, WandbLogger)  # it records all of its arguments
+        logger: Any = build(redacted(node) if tracked else node, allow, f"logger.{name}")
         record = logger.log_hyperparams
         logger.log_hyperparams = lambda params, *more, _record=record, **named: _record(_plain(params), *more, **named)
-        if isinstance(logger, WandbLogger):
+        if tracked:
             logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
             (Path(logger.save_dir or ".") / "wandb").mkdir(mode=0o700, parents=True, exist_ok=True)
             logger.log_hyperparams(config)
