@@ -54,7 +54,10 @@ class Options(PlanOptions):
         if not isinstance(self.plan, (Plan, str, Path, type(None))):
             raise PlanError(f"plan must be a Plan or the path of a file with one, got {type(self.plan).__name__}")
         super().__post_init__()
-        plan = Plan.load(self.plan) if isinstance(self.plan, (str, Path)) else self.plan
+        try:
+            plan = Plan.load(self.plan) if isinstance(self.plan, (str, Path)) else self.plan
+        except ValueError as error:  # a path that cannot be one
+            raise PlanError(f"plan {shortened(self.plan)} cannot be read: {error}") from error
         if plan is not None:
             for name, value in {"plan": plan, "stages": plan.stages, "replicas": plan.replicas}.items():
                 object.__setattr__(self, name, value)

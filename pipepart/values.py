@@ -125,7 +125,8 @@ def _words(annotation: Any, value: Any) -> list[str]:
         return ["True", "False"]
     if annotation in names:
         return [names[annotation]]
-    return ["a list" + (f" of {_words(arguments[0], None)[0].removeprefix('a ')}s" if arguments else "")]
+    inner = {str: " of strings", int: " of whole numbers", float: " of numbers"}
+    return ["a list" + (inner.get(arguments[0], " of lists") if arguments else "")]
 
 
 def check_fields(options: Any) -> None:
@@ -139,7 +140,7 @@ def check_fields(options: Any) -> None:
         if fits(value, annotation):
             continue
         if typing.get_origin(annotation) is typing.Literal:
-            known = did_you_mean(str(value), typing.get_args(annotation))
+            known = did_you_mean(shortened(value), typing.get_args(annotation))
             raise ConfigError(f"{field.name} {shortened(value)} is not known: {known}")
         *first, last = _words(annotation, value)
         expected = f"{', '.join(first)} or {last}" if first else last

@@ -52,8 +52,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except (HydraException, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split()) or shown
-        raise ConfigError(f"cannot read the overrides: {clean(reason)}. Expected key=value") from error
+        reason = clean(" ".join(str(error).split()) or shown)
+        raise ConfigError(f"cannot read the overrides: {reason[:300]}. Expected key=value") from error
 
 
 def _check_groups(overrides: Sequence[str], extra: Path | None, name: str) -> None:
@@ -120,6 +120,7 @@ def compose_config(
     of the command line, if others come from a configuration file: only the command line can allow packages.
     """
     _check_groups(overrides, extra, name)
+    allow = allow_of(overrides if trusted is None else trusted)
     with initialized(), explaining(extra, Exception):
         config = compose(name, overrides=prepared(overrides, extra), return_hydra_config=hydra)
         if not hydra:
@@ -127,7 +128,7 @@ def compose_config(
             missing = sorted(OmegaConf.missing_keys(config))
             if missing:
                 raise ConfigError(f"{missing[0]} has no value: give one with {missing[0]}=...")
-            check_allow(config.allow, allow_of(overrides if trusted is None else trusted))
+            check_allow(config.allow, allow)
     return config
 
 
@@ -165,7 +166,7 @@ def checked(config: DictConfig) -> dict[str, Any]:
                 f"{section} is empty: choose a recipe (pipepart recipes lists them), or give {section}._target_"
             )
     for path, value in _numbers(plain):
-        check_number(path, value, RANGES.get(path), whole=isinstance(value, int))
+        check_number(path, value, RANGES.get(path))
     check_targets(plain, _GIVEN_LATER)
     if plain.get("cluster") is None:  # only planning has one
         plain.pop("cluster", None)

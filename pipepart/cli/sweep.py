@@ -32,7 +32,6 @@ from pipepart.cli.ranks import already_started, join_started, refuse_inside_job,
 from pipepart.cli.targets import check_allow, check_hydra_section
 from pipepart.cli.train import check_run, prepare_folder, read_result, ready, run
 from pipepart.errors import ConfigError, PipelineError, PipepartError
-from pipepart.planning import format_seconds
 from pipepart.secrets import clean, redacted_override, write_private
 
 __all__ = ["summary", "sweep"]
@@ -63,7 +62,8 @@ def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
         checked(compose_config(first, extra=extra, trusted=overrides))
     with initialized(), explaining(extra), _queue_failures():
         _make_private(config)
-        returned = sweeper.sweep(arguments=list(OmegaConf.to_container(config.hydra.overrides.task, resolve=False)))
+        words = parse(prepared(overrides, extra))  # not those of `config`, which a file could add to
+        returned = sweeper.sweep(arguments=[str(word.input_line) for word in words if not word.is_hydra_override()])
     flat = [one for batch in returned for one in batch] if isinstance(returned, list) else []
     results = [(list(one.overrides or ()), one.return_value) for one in flat]
     if not results:  # sweepers that search keep the results for themselves
@@ -211,6 +211,8 @@ def job(config: DictConfig, allow: Sequence[str] = ()) -> dict[str, Any]:
 
 def summary(results: Sequence[tuple[Sequence[str], dict[str, Any]]], folder: Path) -> str:
     """A table of the runs, with their different overrides first; it is also written to summary.csv."""
+    from pipepart.planning import format_seconds  # imports torch, which takes seconds
+
     pairs = [dict(redacted_override(text).partition("=")[::2] for text in texts) for texts, _ in results]
     keys = list(dict.fromkeys(key for pair in pairs for key in pair))
     varied = [key for key in keys if len({pair.get(key) for pair in pairs}) > 1]

@@ -135,8 +135,8 @@ import logging, sys, warnings
 from recipes.mlp import MLPModule
 
 class Planting(MLPModule):
-    def __init__(self, *args, hfToken=None, nested=None, plain=None, note=None, tokens=None, **more):
-        super().__init__(*args, **more)
+    def __init__(self, optimizer, hfToken=None, nested=None, plain=None, note=None, tokens=None, **more):
+        super().__init__(optimizer=optimizer, **more)
         self.values = [hfToken, nested["pwd"], nested["deep"][0]["api_key"], plain, note, tokens[0]]
 
     def on_train_start(self):
