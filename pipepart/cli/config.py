@@ -85,11 +85,12 @@ def prepared(overrides: Sequence[str], extra: Path | None = None) -> list[str]:
 @contextmanager
 def explaining(extra: Path | None = None, *kinds: type[Exception]) -> Iterator[None]:
     """Turn errors of Hydra and OmegaConf, and of `kinds`, into a `ConfigError`."""
+    caught: tuple[type[Exception], ...] = (HydraException, OmegaConfBaseException, *kinds)
     try:
         yield
     except PipepartError:
         raise
-    except (HydraException, OmegaConfBaseException, *kinds) as error:
+    except caught as error:
         raise _explained(error, groups(extra)) from error
 
 
