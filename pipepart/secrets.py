@@ -75,11 +75,14 @@ def is_secret(name: str) -> bool:
     return last in _WHOLE or (last.endswith(_LAST) and before not in _COUNTED)
 
 
-def _hides(name: str, value: str) -> bool:
-    """Whether a value of that name is hidden; the number of `tokens` and an empty value are not."""
-    counted = _WORDS.findall(name)[-1:] and _WORDS.findall(name)[-1].lower().endswith(("token", "tokens"))
-    plain = re.fullmatch(_NUMBER, value) if counted else value.lower() in ("", "true", "false", "null", "none")
-    return is_secret(name) and not plain
+def _hides(name: str, value: Any) -> bool:
+    """Whether a value of that name is hidden; a number of `tokens`, a flag and an empty value are not."""
+    if not is_secret(name) or value is None or isinstance(value, bool):
+        return False
+    counted = _WORDS.findall(name)[-1].lower().endswith(("token", "tokens"))
+    if not isinstance(value, str):
+        return not counted
+    return not (_NUMBER.fullmatch(value) if counted else value.lower() in ("", "true", "false", "null", "none"))
 
 
 def _known() -> list[str]:
@@ -121,7 +124,7 @@ def _redacted(value: Any, name: str) -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [_redacted(inner, name) for inner in value]
-    if value is not None and not isinstance(value, bool) and _hides(name, str(value)):
+    if _hides(name, value):
         return HIDDEN
     return clean(value) if isinstance(value, str) else value
 

@@ -117,7 +117,7 @@ def test_the_command_line_can_allow_packages(tmp_path: Path, monkeypatch: pytest
         "+callbacks.x=${oc.create:'{_target_: os.system}'}",
         "+callbacks.x={_target_:'recipes.gpt.GPTModule.load_from_checkpoint',checkpoint_path:x,weights_only:false}",
         "+callbacks.x={_target_:recipes.mlp.MLPModule.forward}",
-        "+data.extra={_target_:torch.load,f:x,weights_only:false}",
+        "+callbacks.x={_target_:torch.load,f:x,weights_only:false}",
     ],
 )
 def test_callables_that_run_code_are_not_built(override: str) -> None:

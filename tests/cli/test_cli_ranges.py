@@ -87,7 +87,7 @@ def test_bench_of_schedules_has_ranges(capsys) -> None:
 
 numbers = st.one_of(
     st.integers(),
-    st.sampled_from([0, -1, 2**31, 2**63, 10**30, 10**5000, math.nan, math.inf, -math.inf, 1e308, 5e-324]),
+    st.sampled_from([0, -1, 2**31, 2**63, 10**30, math.nan, math.inf, -math.inf, 1e308, 5e-324]),
     st.floats(),
 )
 values = st.one_of(
@@ -112,6 +112,15 @@ def test_options_are_refused_by_one_of_our_errors(given_values: dict[str, Any]) 
     for name in ("stages", "replicas", "microbatches", "chunks"):
         assert getattr(options, name) == "auto" or 1 <= getattr(options, name) <= 65_536
     assert 0 < options.timeout < math.inf
+
+
+def test_a_number_that_cannot_be_printed_is_refused() -> None:
+    for name in StrategyOptions.names():
+        if name not in ("batch_dim", "example_batch", "memory_limit"):  # they take any number from 0
+            with pytest.raises(PipepartError):
+                StrategyOptions(**{name: 10**5000})
+    with pytest.raises(PipepartError, match="seed must be a finite number"):
+        checked(OmegaConf.create({**base(), "seed": 10**5000}))
 
 
 @cache
