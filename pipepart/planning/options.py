@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
@@ -40,7 +39,7 @@ class PlanOptions:
     """Module paths before which a cut lies. If the schedule has more chunks, the planner chooses the other cuts."""
     recompute: bool | Literal["auto"] = "auto"
     """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
-    memory_limit: Annotated[float, Range(0, math.inf, above=True)] | None = None
+    memory_limit: Annotated[float, Range(0, 2**63, above=True)] | None = None
     """Bytes that one device may use. None: as much as it has."""
 
     def __post_init__(self) -> None:
