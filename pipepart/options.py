@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from pipepart.errors import ConfigError, PlanError, did_you_mean
+from pipepart.errors import ConfigError, PlanError
 from pipepart.planning import Plan, PlanOptions
 from pipepart.recording.inputs.batching import BatchDim, check_batch_dim
+from pipepart.values import Seconds, shortened
 
 __all__ = ["Options", "words_of"]
 
@@ -27,7 +28,7 @@ class Options(PlanOptions):
 
     plan: Plan | str | Path | None = None
     """A plan, or the path of its file, which is read at once. It determines stages and replicas."""
-    timeout: float = 300.0
+    timeout: Seconds = 300.0
     """Seconds after which an unfinished transfer or collective is an error."""
     transport: Literal["auto", "group", "shared_memory"] = "auto"
     """The transport between stages: ``group`` (gloo, NCCL), ``shared_memory``, or ``auto``: the faster possible one."""
@@ -47,27 +48,22 @@ class Options(PlanOptions):
     not split). A module with a method ``split(batch, n)`` splits its batches itself."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("transport", "batch_norm", "loss"):
-            value, words = getattr(self, name), words_of(Options, name)
-            if value not in words:
-                raise ConfigError(f"{name} {value!r} is not known: {did_you_mean(value, words)}")
         if self.randomness not in words_of(Options, "randomness"):
             raise ConfigError(
-                f"randomness={self.randomness!r} is not known: expected 'op' (each op that draws is seeded by the seed, the "
-                "step, the replica, the micro-batch and itself) or 'stage' (each process draws from its own stream)."
+                f"randomness={shortened(self.randomness)} is not known: expected 'op' (each op that draws is seeded by the "
+                "seed, the step, the replica, the micro-batch and itself) or 'stage' (each process draws from its own stream)."
             )
         check_batch_dim(self.batch_dim)
-        self._take_plan()
-
-    def _take_plan(self) -> None:
-        plan = Plan.load(self.plan) if isinstance(self.plan, (str, Path)) else self.plan
-        if plan is None:
-            return
-        if not isinstance(plan, Plan):
-            raise PlanError(f"plan must be a Plan or the path of a file with one, got {type(plan).__name__}")
-        for name, value in {"plan": plan, "stages": plan.stages, "replicas": plan.replicas}.items():
-            object.__setattr__(self, name, value)
+        if not isinstance(self.plan, (Plan, str, Path, type(None))):
+            raise PlanError(f"plan must be a Plan or the path of a file with one, got {type(self.plan).__name__}")
+        super().__post_init__()
+        try:
+            plan = Plan.load(self.plan) if isinstance(self.plan, (str, Path)) else self.plan
+        except ValueError as error:  # a path that cannot be one
+            raise PlanError(f"plan {shortened(self.plan)} cannot be read: {error}") from error
+        if plan is not None:
+            for name, value in {"plan": plan, "stages": plan.stages, "replicas": plan.replicas}.items():
+                object.__setattr__(self, name, value)
 
     @property
     def given_plan(self) -> Plan | None:

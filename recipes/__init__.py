@@ -1,4 +1,4 @@
-"""Training recipes: each one file with its model and its step, and nothing about pipelines in it.
+"""Training recipes: one file each, with a model and its step, and without anything about pipelines.
 
 `pipepart recipes` lists them; `pipepart train recipe=NAME` trains one. The loaders that several recipes share are in
 `text` and `images`.

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, with one matrix that reads and writes them.
+"""A small GPT over bytes with tied embedding and output weights.
 
 pipepart train recipe=gpt
 pipepart train recipe=gpt data.path=my_book.txt model.depth=12 strategy.stages=4
@@ -18,7 +18,7 @@ __all__ = ["GPT", "GPTModule"]
 
 
 class Block(nn.Module):
-    """Attention and a small network, each added to the stream."""
+    """Attention and an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight  # tied: one matrix reads and writes characters
+        self.head.weight = self.tokens.weight  # tied weights
         self.apply(self._initialise)
 
     @staticmethod
@@ -64,7 +64,7 @@ class GPT(nn.Module):
 
 
 class GPTModule(L.LightningModule):
-    """Nothing here knows of pipelines."""
+    """The training step; it contains nothing about pipelines."""
 
     def __init__(
         self,

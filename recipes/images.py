@@ -1,4 +1,4 @@
-"""Pictures: folders of yours, or drawn shapes that need no download."""
+"""Images: your own folders, or drawn shapes that need no download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 
 
 def _masks(kinds: torch.Tensor, size: int, generator: torch.Generator) -> torch.Tensor:
-    """One shape per picture as 0 and 1: disc, square, ring, cross."""
+    """One shape per image as 0 and 1: disc, square, ring or cross."""
     count = len(kinds)
     centre = size * (0.3 + 0.4 * torch.rand(count, 2, generator=generator))
     radius = (size * (0.15 + 0.12 * torch.rand(count, generator=generator)))[:, None, None]
@@ -37,7 +37,7 @@ def _masks(kinds: torch.Tensor, size: int, generator: torch.Generator) -> torch.
 
 
 def draw_shapes(samples: int, size: int, classes: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noisy pictures with one shape each, and which shape it is."""
+    """Noisy images with one shape each, and the class of the shape."""
     if not 2 <= classes <= 4:
         raise ValueError(
             f"classes={classes}: there are 4 drawn shapes; expected 2 to 4, or a folder of yours (data.path)"
@@ -50,7 +50,7 @@ def draw_shapes(samples: int, size: int, classes: int = 4, seed: int = 0) -> tup
 
 
 def draw_masks(samples: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noisy pictures with three shapes each, and where they are."""
+    """Noisy images with three shapes each, and their masks."""
     generator = torch.Generator().manual_seed(seed)
     layers = [_masks(torch.randint(4, (samples,), generator=generator), size, generator) for _ in range(3)]
     masks = torch.stack(layers).amax(0)
@@ -59,7 +59,7 @@ def draw_masks(samples: int, size: int, seed: int = 0) -> tuple[torch.Tensor, to
 
 
 def read_image(path: Path, size: int, grey: bool = False) -> torch.Tensor:
-    """A picture file as numbers from 0 to 1, [channels, size, size]."""
+    """An image file as numbers from 0 to 1, [channels, size, size]."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -71,7 +71,7 @@ def read_image(path: Path, size: int, grey: bool = False) -> torch.Tensor:
 
 
 class Files(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pictures that are read when they are needed, with what belongs to them."""
+    """Images that are read when they are needed, with their classes or masks."""
 
     def __init__(self, items: Sequence[tuple[Path, Any]], size: int, answer: Callable[[Any], torch.Tensor]) -> None:
         self.items, self.size, self.answer = items, size, answer
@@ -99,7 +99,7 @@ class _PictureData(L.LightningDataModule):
     def split(
         self, items: list[tuple[Path, Any]], size: int, answer: Callable[[Any], torch.Tensor], folder: str
     ) -> None:
-        """Every tenth picture is for validation."""
+        """Every tenth image is for validation."""
         if len(items) < 10:
             raise ValueError(
                 f"{folder} holds {len(items)} usable pictures ({', '.join(_ENDINGS)}); expected at least 10"
@@ -115,7 +115,7 @@ class _PictureData(L.LightningDataModule):
 
 
 class ImageData(_PictureData):
-    """A folder with one folder of pictures per class (`path/cat/1.png`), or drawn shapes."""
+    """A folder with one folder of images per class (`path/cat/1.png`), or drawn shapes."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class ImageData(_PictureData):
 
 
 class MaskData(_PictureData):
-    """A folder with `images/` and `masks/` of the same names (white is the thing to find), or drawn shapes."""
+    """A folder with `images/` and `masks/` of the same names (white is the object), or drawn shapes."""
 
     def __init__(
         self, path: str | None = None, size: int = 32, batch_size: int = 16, samples: int = 1024, workers: int = 0

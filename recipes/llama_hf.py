@@ -1,4 +1,4 @@
-"""A Llama of the transformers library, as it is: not a line of it knows of pipelines.
+"""A Llama of the transformers library, unchanged; it contains nothing about pipelines.
 
 pip install "pipepart[zoo]"
 pipepart train recipe=llama_hf
@@ -19,7 +19,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class LlamaModule(L.LightningModule):
-    """A new small model, or one from a folder of yours (`pretrained`)."""
+    """A new small model, or one from your own folder (`pretrained`)."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The smallest recipe: a few linear layers that tell two spirals apart. Copy it to start your own.
+"""The smallest recipe: a few linear layers that separate two spirals. Copy it to start your own.
 
 pipepart train recipe=mlp
 pipepart train recipe=mlp data.path=points.csv model.depth=12 strategy.stages=4
@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def spirals(samples: int, seed: int = 0) -> Batch:
-    """Points on two arms of a spiral, and which arm they are on."""
+    """Points on two arms of a spiral, and the arm of each."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.arange(samples) % 2
     way = torch.rand(samples, generator=generator).sqrt() * 2 * torch.pi
@@ -31,7 +31,7 @@ def spirals(samples: int, seed: int = 0) -> Batch:
 
 
 class PointData(L.LightningDataModule):
-    """Two spirals, or the rows of a CSV file of yours: numbers, and the class (0 or 1) in the last column."""
+    """Two spirals, or the rows of your own CSV file: numbers, and the class (0 or 1) in the last column."""
 
     def __init__(self, batch_size: int = 64, samples: int = 2048, path: str | None = None) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class PointData(L.LightningDataModule):
 
 
 class MLPModule(L.LightningModule):
-    """Linear layers with something bent between them."""
+    """Linear layers with a nonlinearity between them."""
 
     def __init__(self, optimizer: Make, scheduler: Make | None = None, width: int = 64, depth: int = 6) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Experts(nn.Module):
-    """A router, and small networks of which each token uses `chosen`."""
+    """A router and experts, of which each token uses `chosen`."""
 
     def __init__(self, width: int, experts: int, chosen: int) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The answer, and how unevenly the tokens are spread (1 if evenly), which is to be kept low."""
+        """The output, and the balance loss: 1 if the tokens are spread evenly over the experts, more otherwise."""
         tokens = x.flatten(0, 1)
         chances = self.router(tokens).softmax(dim=-1)
         weights, who = chances.topk(self.chosen, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         answer = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
-            token, slot = torch.where(who == number)  # how many there are depends on the data
+            token, slot = torch.where(who == number)  # their number depends on the data
             answer = answer.index_add(0, token, expert(tokens[token]) * weights[token, slot, None])
         used = F.one_hot(who, len(self.experts)).float().mean(dim=(0, 1))
         spread = len(self.experts) * (used * chances.mean(dim=0)).sum()
@@ -46,7 +46,7 @@ class Experts(nn.Module):
 
 
 class MoEBlock(Block):
-    """A block of the GPT with experts in the place of its small network."""
+    """A block of the GPT with experts instead of its MLP."""
 
     def __init__(self, width: int, heads: int, experts: int, chosen: int) -> None:
         super().__init__(width, heads)

@@ -1,4 +1,4 @@
-"""From a configured optimizer and scheduler to what Lightning wants."""
+"""The optimizer and the scheduler of a configuration, in the form that Lightning expects."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 __all__ = ["Make", "decayed", "optimized"]
 
 Make = Callable[..., Any]
-"""An optimizer or scheduler class with its settings, waiting for its parameters (`_partial_: true` in the configuration)."""
+"""A function that makes an optimizer or a scheduler (`_partial_: true` in the configuration)."""
 
 
 def optimized(parameters: Iterable[Any], optimizer: Make, scheduler: Make | None = None) -> Any:
-    """The optimizer, and the scheduler stepped after every batch."""
+    """The optimizer, and the scheduler, which steps after every batch."""
     made: torch.optim.Optimizer = optimizer(parameters)
     if scheduler is None:
         return made
@@ -23,7 +23,7 @@ def optimized(parameters: Iterable[Any], optimizer: Make, scheduler: Make | None
 
 
 def decayed(module: nn.Module) -> list[dict[str, Any]]:
-    """Groups of parameters: weight decay for matrices, none for biases and norms."""
+    """Parameter groups with weight decay for matrices, and without it for biases and norms."""
     matrices = [p for p in module.parameters() if p.dim() >= 2]
     vectors = [p for p in module.parameters() if p.dim() < 2]
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

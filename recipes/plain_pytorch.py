@@ -60,9 +60,9 @@ def main(words: Sequence[str] | None = None) -> float:
     if rank == 0:
         print(pipe.plan.describe(), flush=True)
 
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=options.lr)  # of the parameters that this rank holds
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=options.lr)  # the parameters of this rank
     replica = rank // pipe.plan.stages
-    generator = torch.Generator().manual_seed(replica)  # replicas draw different batches, the stages of one the same
+    generator = torch.Generator().manual_seed(replica)  # different batches per replica, the same for its stages
     loss = torch.tensor(0.0)
     for step in range(options.steps):
         chosen = torch.randint(len(points), (options.batch_size,), generator=generator)

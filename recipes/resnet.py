@@ -1,4 +1,4 @@
-"""A residual network with batch norm that names what is in a picture.
+"""A residual network with batch norm that classifies images.
 
 pipepart train recipe=resnet
 pipepart train recipe=resnet data.path=my_pictures data.classes=10 "model.blocks=[3,4,6,3]" model.width=64
@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Block(nn.Module):
-    """Two convolutions, and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Groups of blocks; each group halves the picture (but the first) and doubles the channels."""
+    """Groups of blocks; each group but the first halves the image and doubles the channels."""
 
     def __init__(self, classes: int, width: int = 16, blocks: Sequence[int] = (1, 1, 1)) -> None:
         super().__init__()

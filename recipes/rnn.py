@@ -25,14 +25,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def made_up(samples: int, longest: int, tags: int, seed: int = 0) -> list[tuple[str, list[int]]]:
-    """Words of six letters' alphabet; the tag of a letter is how often it came before (at most `tags` - 1)."""
+    """Words over six letters; the tag of a letter is the number of its earlier occurrences, at most `tags` - 1."""
     rng = random.Random(seed)
     words = ["".join(rng.choices("abcdef", k=rng.randint(4, longest))) for _ in range(samples)]
     return [(word, [min(word[:i].count(c), tags - 1) for i, c in enumerate(word)]) for word in words]
 
 
 class TagData(L.LightningDataModule):
-    """Words with one tag per letter: made up, or lines of a file of yours (word TAB tag tag tag, numbers from 0)."""
+    """Words with one tag per letter: generated, or lines of your own file (word TAB tag tag tag, numbers from 0)."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class TagData(L.LightningDataModule):
 
 
 class TaggerModule(L.LightningModule):
-    """Layers are apart from each other, so that they can go to different stages."""
+    """A stack of LSTMs, one module per layer, so that layers can be on different stages."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class TaggerModule(L.LightningModule):
         scores = self(words)
         counted = tags != NO_TAG
         losses = F.cross_entropy(scores.transpose(1, 2), tags, ignore_index=NO_TAG, reduction="none")
-        # Mean over each word, then over words: the same however the batch is cut into micro-batches.
+        # The mean over each word, then over words, does not depend on the split into micro-batches.
         loss = (losses.sum(1) / counted.sum(1)).mean()
         return loss, ((scores.argmax(-1) == tags) & counted).sum() / counted.sum()
 

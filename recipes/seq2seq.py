@@ -1,4 +1,4 @@
-"""An encoder-decoder transformer: a sequence goes in, another comes out.
+"""An encoder-decoder transformer that maps one sequence to another.
 
 The answer of the encoder goes to every layer of the decoder, over all stages between.
 
@@ -26,7 +26,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def made_up(samples: int, length: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Digits, and as the answer: the same in reverse, each one twice."""
+    """Digits, and their answer: the digits in reverse, each one twice."""
     rng = random.Random(seed)
     questions = ["".join(rng.choices("0123456789", k=rng.randint(2, (length - 2) // 2))) for _ in range(samples)]
     return [(question, "".join(2 * digit for digit in reversed(question))) for question in questions]
@@ -39,7 +39,7 @@ def encode(text: str, length: int) -> list[int]:
 
 
 class PairData(L.LightningDataModule):
-    """Pairs of texts: made up, or lines of a file of yours (question TAB answer)."""
+    """Pairs of texts: generated, or lines of your own file (question TAB answer)."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class PairData(L.LightningDataModule):
 
 
 class Attention(nn.Module):
-    """Looks from `x` at `there`; `allowed` says who may see what."""
+    """Attention of `x` to `there` under the mask `allowed`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer of the encoder, or of the decoder if it gets a memory."""
+    """One layer of the encoder, or of the decoder if it receives a memory."""
 
     def __init__(self, width: int, heads: int, decoder: bool) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Seq2SeqModule(L.LightningModule):
         loss = F.cross_entropy(scores.flatten(0, 1), wanted.flatten(), reduction="none")
         counted = (wanted != PAD).flatten().float()
         right = (scores.argmax(-1) == wanted).flatten().float()
-        # Divided by all places, not by those that count: a mean over samples stays one when the batch is cut in pieces.
+        # Divided by all positions, so that the loss is a mean over samples for any split of the batch.
         return (loss * counted).mean(), (right * counted).sum() / counted.sum()
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:

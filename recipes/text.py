@@ -1,4 +1,4 @@
-"""Text for language models: a file of yours, a file of token numbers, or made-up stories that need no download."""
+"""Text for language models: your own file, a file of token numbers, or generated stories that need no download."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TextData", "TokenData", "Windows", "story"]
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of a long row of codes as (codes, next codes). The row may be a file that is read as it is needed."""
+    """Windows of a long sequence of codes as (codes, next codes). The sequence may be a file that is read as needed."""
 
     def __init__(self, codes: np.ndarray, context: int) -> None:
         self.codes, self.context = codes, context
@@ -52,7 +52,7 @@ class _CodeData(L.LightningDataModule):
 
 
 class TextData(_CodeData):
-    """The bytes of a text file (any language, any alphabet), or of a made-up story of `characters` characters."""
+    """The bytes of a text file (any language, any alphabet), or of a generated story of `characters` characters."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class TextData(_CodeData):
 
 
 class TokenData(_CodeData):
-    """Token numbers in a binary file, mapped into memory: a file of any size costs none."""
+    """Token numbers in a binary file of any size, which is mapped into memory."""
 
     def __init__(
         self, path: str, context: int = 64, batch_size: int = 32, dtype: str = "uint16", vocabulary: int = 50257
@@ -107,7 +107,7 @@ def _sentence(rng: random.Random, who: str) -> str:
 
 
 def story(characters: int, seed: int = 0) -> str:
-    """About that many characters of paragraphs, each about one person."""
+    """A story of about that many characters, with one person per paragraph."""
     rng = random.Random(seed)
     parts: list[str] = []
     length = 0

@@ -1,4 +1,4 @@
-"""A U-Net that finds shapes in noisy pictures. What each level sees on the way down goes to the same level on the way up.
+"""A U-Net that finds shapes in noisy images. The output of each level on the way down also enters the level on the way up.
 
 pipepart train recipe=unet
 pipepart train recipe=unet data.path=my_scans data.size=128 model.width=32 model.levels=4 strategy.stages=4
@@ -26,7 +26,7 @@ def double(inside: int, outside: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Down, across the bottom, and up again, with a skip on every level."""
+    """Levels down, the bottom, and levels up, with a skip on every level."""
 
     def __init__(self, width: int = 8, levels: int = 3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A vision transformer that names what is in a picture.
+"""A vision transformer that classifies images.
 
 pipepart train recipe=vit
 pipepart train recipe=vit data.path=my_pictures data.classes=10 data.size=64 model.patch=8
@@ -19,7 +19,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Block(nn.Module):
-    """Every patch looks at every patch."""
+    """Attention between all patches, and an MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

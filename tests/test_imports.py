@@ -9,6 +9,8 @@ import pipepart
 
 ORDER = [
     "errors",
+    "secrets",
+    "values",
     "files",
     "machine",
     "recording",

@@ -1,4 +1,4 @@
-"""Look at a plan: a page, a picture, a trace or a table, from a plan file, a trace file or a run folder.
+"""A page, a picture, a trace or a table of a plan, from a plan file, a trace file or a run folder.
 
 python -m tools.visualize runs/last                              # report.html beside the plan
 python -m tools.visualize plan.json --compare other.json -o both.html
@@ -15,9 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pipepart.cli.view import view_files
 from pipepart.errors import PipepartError, PlanError
-from pipepart.planning.plan import Plan
-from pipepart.report import load_timeline, plan_text, view, write_perfetto, write_svg
 from pipepart.report.run_folder import locate
 
 
@@ -47,7 +46,7 @@ def take_picture(page: Path, target: Path, width: int, height: int, theme: str) 
 
 
 def measure(page: Path, width: int) -> str:
-    """How long a browser takes until the page shows something, and until all of it stands (needs playwright)."""
+    """The times until a browser shows the first part of the page and all of it (needs playwright)."""
     try:
         from playwright.sync_api import sync_playwright
     except ImportError as error:
@@ -66,9 +65,9 @@ def measure(page: Path, width: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.visualize", description="Look at a plan, a trace or a run folder.")
+    parser = argparse.ArgumentParser(prog="tools.visualize", description="Show a plan, a trace or a run folder.")
     parser.add_argument("source", help="plan.json, trace.json or a run folder")
-    parser.add_argument("-o", "--output", help="where the page goes (default: report.html beside the plan)")
+    parser.add_argument("-o", "--output", help="file of the page (default: report.html beside the plan)")
     parser.add_argument("--compare", help="a second plan, or its run folder")
     parser.add_argument("--title")
     parser.add_argument("--svg", help="also write the partition and its schedule as a standalone SVG")
@@ -81,27 +80,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--text", action="store_true", help="also print table and chart to the terminal")
     given = parser.parse_args(arguments)
     try:
-        page = view(given.source, given.output, compare=given.compare, title=given.title)
-        found = locate(given.source)
-        plan = Plan.load(found.plan)
-        measured = load_timeline(found.trace) if found.trace else None
-        if given.text:
-            print(plan_text(plan, measured, shutil.get_terminal_size().columns, color=sys.stdout.isatty()))
-        made = [page]
-        if given.svg:
-            made.append(write_svg(given.svg, plan, measured=measured, theme=given.theme, title=given.title or ""))
-        if given.perfetto:
-            made.append(write_perfetto(given.perfetto, plan.timeline, measured=measured))
+        page, *_ = view_files(
+            given.source,
+            given.output or str(locate(given.source).plan.parent / "report.html"),
+            compare=given.compare,
+            title=given.title,
+            svg=given.svg,
+            perfetto=given.perfetto,
+            theme=given.theme,
+            text=given.text,
+        )
         if given.png:
             take_picture(page.resolve(), Path(given.png).resolve(), given.width, given.height, given.theme)
-            made.append(Path(given.png))
+            print(given.png)
         if given.measure:
             print(measure(page.resolve(), given.width))
     except PipepartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for path in made:
-        print(path)
     return 0
 
 

@@ -1,61 +1,56 @@
-"""`pipepart bench`: a recipe timed at several shapes and schedules, one after the other on the same machine."""
+"""`pipepart bench`: a recipe timed at several shapes and schedules; `pipepart bench schedules`: simulated schedules."""
 
 from __future__ import annotations
 
+import argparse
 import csv
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipepart.cli.config import checked, compose_config
 from pipepart.cli.console import bold, quiet_libraries, shown, table
-from pipepart.cli.ranks import already_started, start_ranks
-from pipepart.cli.train import check_run, prepare_folder, read_result, resolve_devices
+from pipepart.cli.ranks import refuse_inside_job, start_ranks
+from pipepart.cli.train import SHORT, prepare_folder, read_result, ready
 from pipepart.errors import ConfigError, PipepartError
 from pipepart.planning import format_seconds
+from pipepart.schedule import picture
+from pipepart.schedule import table as schedule_table
 
-__all__ = ["bench", "shapes"]
+__all__ = ["bench", "bench_schedules"]
+
+_Result = tuple[str, int, dict[str, Any]]
+"""A shape, its number of processes, and the result of its run."""
 
 
-def shapes(devices: int) -> list[tuple[str, list[str]]]:
-    """What is compared: one process, replicas only, what auto takes, and a pipeline with each schedule."""
-    found = [("one process", ["devices=1", "strategy.stages=1"])]
+def _shapes(devices: int) -> dict[str, list[str]]:
+    """The overrides of each shape: one process, replicas only, the automatic choice, and a pipeline of each schedule."""
+    found = {"one process": ["devices=1", "strategy.stages=1"]}
     if devices > 1:
-        found.append(("replicas only", [f"devices={devices}", "strategy.stages=1"]))
-        found.append(("auto", [f"devices={devices}"]))
+        found["replicas only"] = [f"devices={devices}", "strategy.stages=1"]
+        found["auto"] = [f"devices={devices}"]
         for schedule in ("gpipe", "1f1b", "interleaved"):
-            found.append(
-                (schedule, [f"devices={devices}", f"strategy.stages={devices}", f"strategy.schedule={schedule}"])
-            )
+            found[schedule] = [f"devices={devices}", f"strategy.stages={devices}", f"strategy.schedule={schedule}"]
     return found
 
 
 def bench(overrides: Sequence[str], extra: Path | None = None, steps: int = 20) -> int:
-    """Train each shape for a few steps, and compare. Efficiency: against one process, per process."""
-    if already_started():
-        raise ConfigError("pipepart bench starts its processes itself: call it without torchrun or srun")
+    """Train each shape for a few steps, and compare them with one process; the efficiency is per process."""
+    refuse_inside_job("pipepart bench")
     if steps < 5:
         raise ConfigError(f"--steps {steps}: the first steps are warm-up; expected at least 5")
     quiet_libraries()
-    base = checked(compose_config(overrides, extra=extra))
-    devices, root = resolve_devices(base), Path(base["output"])
-    short = [
-        "logger=none", "callbacks=none", f"trainer.max_steps={steps}", "trainer.limit_val_batches=0",
-        "trainer.val_check_interval=null",
-    ]  # fmt: skip
-    plans: list[tuple[str, dict[str, Any]]] = []
-    for name, shape in shapes(devices):
-        config = checked(
-            compose_config([*overrides, *short, *shape, f"output={root / name.replace(' ', '_')}"], extra=extra)
-        )
-        config["devices"] = resolve_devices(config)
-        check_run(config)
-        plans.append((name, config))
-    print(
-        f"{bold('pipepart bench')}  recipe {base['name']}, {len(plans)} shapes, {steps} steps each, output in {shown(root)}"
-    )
-    results: list[tuple[str, int, dict[str, Any]]] = []
-    for name, config in plans:
+    base = ready(checked(compose_config(overrides, extra=extra)))
+    root = Path(base["output"])
+    runs: dict[str, dict[str, Any]] = {}
+    for name, shape in _shapes(base["devices"]).items():
+        words = [*SHORT, f"trainer.max_steps={steps}", *shape, f"output={root / name.replace(' ', '_')}"]
+        runs[name] = ready(checked(compose_config([*overrides, *words], extra=extra)))
+    title = f"recipe {base['name']}, {len(runs)} shapes, {steps} steps each, output in {shown(root)}"
+    print(f"{bold('pipepart bench')}  {title}")
+    results: list[_Result] = []
+    for name, config in runs.items():
         print(f"\n{bold(name)}", flush=True)
         folder = prepare_folder(config, overrides)
         try:
@@ -68,10 +63,10 @@ def bench(overrides: Sequence[str], extra: Path | None = None, steps: int = 20) 
     return 1 if any("error" in result for _, _, result in results) else 0
 
 
-def _compared(results: Sequence[tuple[str, int, dict[str, Any]]], root: Path) -> str:
+def _compared(results: Sequence[_Result], root: Path) -> str:
+    """The table of the shapes, which is also written to bench.csv."""
     alone = results[0][2].get("samples_per_second")
-    head = ["shape", "replicas x stages", "schedule", "micro-batches", "step", "predicted", "samples/s", "efficiency"]
-    rows = [head]
+    rows = [["shape", "replicas x stages", "schedule", "micro-batches", "step", "predicted", "samples/s", "efficiency"]]
     for name, devices, result in results:
         if "samples_per_second" not in result:
             rows.append([name, "-", "-", "-", "-", "-", "-", "failed"])
@@ -92,3 +87,33 @@ def _compared(results: Sequence[tuple[str, int, dict[str, Any]]], root: Path) ->
     with open(root / "bench.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     return table(rows, left=3) + f"\n\n{bold('table')}  {shown(root / 'bench.csv')}"
+
+
+def bench_schedules(words: Sequence[str]) -> int:
+    """Print bubble and memory of every schedule on equal stages, or the picture of one. No process is started."""
+    parser = argparse.ArgumentParser(
+        prog="pipepart bench schedules",
+        description="Bubble and memory of every schedule against the bound, or the picture of one of them.",
+    )
+    parser.add_argument("--stages", type=int, nargs="+", default=[4, 8], help="numbers of stages (p)")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 24], help="numbers of micro-batches (m)")
+    parser.add_argument("--chunks", type=int, nargs="+", help="chunks per stage (v); default: 1 2 4")
+    parser.add_argument("--gantt", metavar="NAME", help="draw this schedule (or .csv file) instead of the table")
+    given = parser.parse_args(list(words))
+    for name in ("stages", "microbatches", "chunks"):
+        for value in getattr(given, name) or ():
+            if not 1 <= value <= 1024:
+                raise ConfigError(f"--{name} must be a whole number from 1 to 1024, got {value}")
+    if given.gantt:
+        from_file = given.gantt.endswith(".csv")
+        text = picture(
+            given.gantt,
+            stages=None if from_file else given.stages[0],
+            microbatches=None if from_file else given.microbatches[0],
+            chunks=given.chunks[0] if given.chunks else None,
+            color=sys.stdout.isatty(),
+        )
+        print(text)
+    else:
+        print(schedule_table(given.stages, given.microbatches, given.chunks or [1, 2, 4]))
+    return 0

@@ -1,4 +1,4 @@
-"""What a run shows: its own words, and nothing of the libraries' chatter."""
+"""Terminal output: messages of pipepart, tables and paths, without the messages of other libraries."""
 
 from __future__ import annotations
 
@@ -9,64 +9,71 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["bold", "dim", "quiet_libraries", "shown", "stand_out", "table"]
+from pipepart.values import printable
+
+__all__ = ["bold", "dim", "quiet_libraries", "show_messages", "shown", "table"]
 
 
-def _colours(stream: object = None) -> bool:
-    out = sys.stdout if stream is None else stream
-    return bool(getattr(out, "isatty", lambda: False)()) and "NO_COLOR" not in os.environ
+def _styled(text: str, style: str) -> str:
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return f"\033[{style}m{text}\033[0m" if coloured else text
 
 
 def bold(text: str) -> str:
-    return f"\033[1;36m{text}\033[0m" if _colours() else text
+    return _styled(text, "1;36")
 
 
 def dim(text: str) -> str:
-    return f"\033[2m{text}\033[0m" if _colours() else text
+    return _styled(text, "2")
 
 
 def quiet_libraries() -> None:
-    """Warnings of libraries about each other, and messages that say nothing to a user, are left out."""
-    os.environ.setdefault("WANDB_SILENT", "true")  # where its files are is said at the end
+    """Silence warnings of libraries about each other, and messages that do not concern a user."""
+    os.environ.setdefault("WANDB_SILENT", "true")  # the end of a run shows the path of its files
     os.environ.setdefault("WANDB_CONSOLE", "off")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for message in (".*does not have many workers.*", ".*LeafSpec.*", ".*num_workers.*", ".*sync_dist=True.*"):
-        warnings.filterwarnings("ignore", message=message)
-    warnings.filterwarnings("ignore", message=".*exists and is not empty.*")  # the folder of the run is ours
-    for name in (
-        "lightning.pytorch.utilities.rank_zero",
-        "lightning.fabric.utilities.distributed",
-        "lightning.pytorch",
+    for message in (
+        "does not have many workers",
+        "LeafSpec",
+        "num_workers",
+        "sync_dist=True",
+        "exists and is not empty",
     ):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric.utilities.distributed").setLevel(logging.ERROR)
-    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # failures are told by `ranks`
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    for name, level in (
+        ("lightning.pytorch", logging.WARNING),
+        ("lightning.pytorch.utilities.rank_zero", logging.WARNING),
+        ("lightning.fabric.utilities.distributed", logging.ERROR),
+        ("transformers", logging.ERROR),
+    ):
+        logging.getLogger(name).setLevel(level)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # `ranks` reports failures
 
 
-class _Stage(logging.Handler):
-    """The messages of the strategy, first of all the table of stages, set apart from what is around them."""
+class _Messages(logging.Handler):
+    """Prints the messages of pipepart; those of several lines, such as the table of stages, above a rule."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        lines = record.getMessage().rstrip().splitlines()
-        width = max(map(len, lines), default=0)
-        framed = [bold(lines[0]), *lines[1:]] if lines else []
-        rule = dim("-" * min(width, 120)) if len(lines) > 1 else None
-        print("\n".join([*([""] if rule else []), *framed, *([rule] if rule else [])]), flush=True)
+        lines = printable(record.getMessage().rstrip(), keep="\n\t").splitlines()
+        if len(lines) > 1:
+            lines = ["", bold(lines[0]), *lines[1:], dim("-" * min(max(map(len, lines)), 120))]
+        elif lines:
+            lines = [bold(lines[0])]
+        print("\n".join(lines), flush=True)
 
 
-def stand_out() -> None:
+def show_messages() -> None:
     """Show the messages of pipepart on the standard output."""
     log = logging.getLogger("pipepart")
-    log.handlers = [_Stage()]
+    log.handlers = [_Messages()]
     log.setLevel(logging.INFO)
     log.propagate = False
-    logging.getLogger("pipepart.report").setLevel(logging.WARNING)  # where files are is said at the end
+    logging.getLogger("pipepart.report").setLevel(logging.WARNING)  # the end of a run shows the paths of files
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows under a head; the first `left` columns to the left, numbers to the right."""
+    """Rows under a head; the first `left` columns are aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
@@ -76,6 +83,6 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def shown(path: Path | str) -> str:
-    """A path relative to where the user stands, if it is below."""
+    """A path, relative to the current folder if it is below it."""
     found = Path(path).absolute()
     return str(found.relative_to(Path.cwd())) if found.is_relative_to(Path.cwd()) else str(found)

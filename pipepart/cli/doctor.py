@@ -1,4 +1,4 @@
-"""`pipepart doctor`: what is there, what is missing, and what to do about it."""
+"""`pipepart doctor`: checks of the installation and the machine, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from pipepart.cli.console import bold, dim
 from pipepart.machine import usable_cores
 
-__all__ = ["Finding", "doctor", "findings"]
+__all__ = ["doctor"]
 
 _NEEDED = {
     "torch": "2.6",
@@ -38,7 +38,7 @@ _OPTIONAL = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `state` is ok, note (works, but) or fail."""
+    """The result of one check. `state` is ok, note (works with a restriction) or fail."""
 
     subject: str
     state: str
@@ -50,22 +50,18 @@ def doctor(try_processes: bool = True) -> int:
     """Print all findings; returns 1 if something is broken."""
     signs = {"ok": bold("ok  "), "note": "note", "fail": "FAIL"}
     failed = 0
-    for finding in findings(try_processes):
+    for finding in _findings(try_processes):
         print(f"{signs[finding.state]}  {finding.subject:<14}  {finding.text}", flush=True)
         if finding.todo:
             print(f"      {'':<14}  {dim('->')} {finding.todo}", flush=True)
         failed += finding.state == "fail"
-    print(
-        f"\n{failed} problem{'s' if failed != 1 else ''} found"
-        if failed
-        else "\nall is well: pipepart train recipe=mlp"
-    )
+    print(f"\n{failed} problem(s) found" if failed else "\nno problems found: pipepart train recipe=mlp")
     return 1 if failed else 0
 
 
-def findings(try_processes: bool = True) -> Iterator[Finding]:
+def _findings(try_processes: bool = True) -> Iterator[Finding]:
     """All checks, quick ones first."""
-    yield _python()
+    yield Finding("python", "ok", ".".join(map(str, sys.version_info[:3])))
     yield from _packages()
     yield _configuration()
     yield from _devices()
@@ -74,33 +70,27 @@ def findings(try_processes: bool = True) -> Iterator[Finding]:
     yield _ports()
     yield _host()
     yield _shared_memory()
-    yield _folder("output folder", Path.cwd(), "go to a folder where you may write, or give output=FOLDER")
+    yield _folder("output folder", Path.cwd(), "change to a writable folder, or give output=FOLDER")
     yield _cache()
     if try_processes:
         yield _two_processes()
 
 
-def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("python", "ok", version)
-
-
 def _packages() -> Iterator[Finding]:
-    for name, least in _NEEDED.items():
+    for name in (*_NEEDED, *_OPTIONAL):
+        least = _NEEDED.get(name, "0")
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "fail", "is not installed", f"pip install '{name}>={least}'")
+            if name in _OPTIONAL:
+                yield Finding(name, "note", "is not installed (optional)", _OPTIONAL[name])
+            else:
+                yield Finding(name, "fail", "is not installed", f"pip install '{name}>={least}'")
             continue
         if _numbers(found) < _numbers(least):
             yield Finding(name, "fail", f"{found} is too old", f"pip install '{name}>={least}'")
         else:
             yield Finding(name, "ok", found)
-    for name, todo in _OPTIONAL.items():
-        try:
-            yield Finding(name, "ok", importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "note", "is not installed (optional)", todo)
 
 
 def _numbers(version: str) -> list[int]:
@@ -108,7 +98,8 @@ def _numbers(version: str) -> list[int]:
 
 
 def _configuration() -> Finding:
-    from pipepart.cli.config import checked, compose_config, group_options
+    from pipepart.cli.config import checked, compose_config
+    from pipepart.cli.groups import group_options
     from pipepart.errors import PipepartError
 
     names, broken = group_options("recipe"), []
@@ -128,11 +119,14 @@ def _devices() -> Iterator[Finding]:
     import torch
 
     cores = usable_cores()
-    todo = "stages share it, so a pipeline is not faster than one process here" if cores < 2 else ""
+    todo = "stages share one core, so a pipeline is not faster than one process" if cores < 2 else ""
     yield Finding("cores", "note" if cores < 2 else "ok", f"{cores} for this process", todo)
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > 1.5 * cores:
         yield Finding(
-            "load", "note", f"{os.getloadavg()[0]:.1f}", "other programs use the cores; measured costs will be off"
+            "load",
+            "note",
+            f"{os.getloadavg()[0]:.1f}",
+            "other programs use the cores; measured costs will be inaccurate",
         )
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
@@ -140,20 +134,18 @@ def _devices() -> Iterator[Finding]:
         return
     built = torch.version.cuda or getattr(torch.version, "hip", None)
     if built and shutil.which("nvidia-smi"):
-        yield Finding(
-            "gpus", "fail", f"torch is built for {built} but sees none", "see what nvidia-smi says about the driver"
-        )
+        yield Finding("gpus", "fail", f"torch is built for {built} but sees none", "check the driver with nvidia-smi")
     else:
         yield Finding("gpus", "ok", "none; stages run on cores")
 
 
 def _products() -> Finding:
-    """Whether bfloat16 and float16 products work, and under which limit."""
+    """The check of bfloat16 and float16 products, and the limit that they need."""
     from pipepart.machine import products
 
     found = products()
     if found is None:
-        return Finding("16-bit products", "ok", "nothing to limit on this CPU")
+        return Finding("16-bit products", "ok", "need no limit on this CPU")
     limit = " ".join(f"{name}={value}" for name, value in found.limit.items())
     failing = [name for name in ("bfloat16", "float16") if name not in found.works]
     if failing:
@@ -161,7 +153,7 @@ def _products() -> Finding:
         return Finding("16-bit products", "note", f"{' and '.join(failing)} end the process on this CPU", todo)
     if not limit:
         return Finding("16-bit products", "ok", "work with all instructions of this CPU (tried)")
-    todo = f"pipepart sets this by itself; set {limit} in scripts that compute before they import pipepart"
+    todo = f"pipepart sets this limit; set {limit} in scripts that compute before they import pipepart"
     text = f"work with {limit}: the CPU announces AMX, and this machine does not allow it"
     return Finding("16-bit products", "note", text, todo)
 
@@ -188,9 +180,12 @@ def _ports() -> Finding:
             client.connect(server.getsockname())
     except OSError as error:
         return Finding(
-            "ports", "fail", f"processes cannot talk on 127.0.0.1: {error}", "allow connections on the loopback device"
+            "ports",
+            "fail",
+            f"processes cannot connect on 127.0.0.1: {error}",
+            "allow connections on the loopback device",
         )
-    return Finding("ports", "ok", "processes can talk on 127.0.0.1")
+    return Finding("ports", "ok", "processes can connect on 127.0.0.1")
 
 
 def _host() -> Finding:
@@ -205,7 +200,7 @@ def _host() -> Finding:
             f"for several machines: add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME",
         )
     if address.startswith("127."):
-        todo = "for several machines: let it resolve to an address that the others reach, or set GLOO_SOCKET_IFNAME"
+        todo = "for several machines: let it resolve to an address that they can reach, or set GLOO_SOCKET_IFNAME"
         return Finding("host name", "note", "resolves to this machine only", todo)
     return Finding("host name", "ok", "resolves")
 
@@ -213,13 +208,11 @@ def _host() -> Finding:
 def _shared_memory() -> Finding:
     place = Path("/dev/shm")
     if not place.is_dir():
-        return Finding("shared memory", "ok", "by the system (no /dev/shm here)")
+        return Finding("shared memory", "ok", "managed by the system (no /dev/shm)")
     free = shutil.disk_usage(place).free
     if free < 64e6:
-        todo = "start the container with more (docker run --shm-size=1g), or use strategy.timeout to notice failures sooner"
-        return Finding(
-            "shared memory", "fail" if free < 8e6 else "note", f"only {free / 1e6:.0f} MB free", todo.split(", or")[0]
-        )
+        todo = "start the container with more (docker run --shm-size=1g)"
+        return Finding("shared memory", "fail" if free < 8e6 else "note", f"only {free / 1e6:.0f} MB free", todo)
     return Finding("shared memory", "ok", f"{free / 1e9:.1f} GB free")
 
 
@@ -232,14 +225,14 @@ def _folder(subject: str, folder: Path, todo: str) -> Finding:
         return Finding(subject, "fail", f"cannot be written: {error.strerror}", todo)
     free = shutil.disk_usage(folder).free
     if free < 1e9:
-        return Finding(subject, "note", f"can be written, {free / 1e9:.2f} GB free", "make room: checkpoints need it")
+        return Finding(subject, "note", f"can be written, {free / 1e9:.2f} GB free", "free some space for checkpoints")
     return Finding(subject, "ok", f"can be written, {free / 1e9:.0f} GB free")
 
 
 def _cache() -> Finding:
     from pipepart.machine import cache_folder
 
-    found = _folder("cache", cache_folder(), "set PIPEPART_CACHE to a folder where you may write")
+    found = _folder("cache", cache_folder(), "set PIPEPART_CACHE to a writable folder")
     return Finding("cache", "note", found.text, found.todo) if found.state == "fail" else found
 
 
@@ -278,6 +271,6 @@ def _two_processes(seconds: float = 90) -> Finding:
                 if rank.is_alive():
                     rank.kill()
         if codes != [0, 0] or {answers.get(timeout=5) for _ in ranks} != {3.0}:
-            todo = "see that no firewall is between processes of this machine; GLOO_SOCKET_IFNAME=lo helps on some"
+            todo = "allow connections between processes of this machine; GLOO_SOCKET_IFNAME=lo may help"
             return Finding("two processes", "fail", f"could not exchange a tensor (exit codes {codes})", todo)
     return Finding("two processes", "ok", "exchanged a tensor over gloo")

@@ -1,4 +1,4 @@
-"""What one rank of `pipepart train` does."""
+"""One rank of `pipepart train`: builds the recipe, trains it, shows the progress, and writes the results."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import inspect
 import json
 import os
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from tqdm import tqdm
 
-from pipepart.cli.console import quiet_libraries, stand_out
-from pipepart.cli.secrets import redacted
+from pipepart.cli.console import quiet_libraries, show_messages
 from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
 from pipepart.lightning import PipelineMonitor, PipelineStrategy
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import measured_step
+from pipepart.secrets import redacted
 
-__all__ = ["build_recipe", "fit"]
+__all__ = ["Progress", "build_recipe", "fit"]
 
 
 def build_recipe(config: dict[str, Any]) -> tuple[L.LightningModule, L.LightningDataModule]:
     """The module and the data that a (checked) configuration describes."""
     allow = config.get("allow") or ()
     if allow and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # packages of the user beside where the command was given
+        sys.path.append(os.getcwd())  # packages of the user in the current folder
     data = build(config["data"], allow, "data")
     takes = inspect.signature(locate(config["model"]["_target_"], allow)).parameters
     more: dict[str, Any] = {}
@@ -37,16 +41,16 @@ def build_recipe(config: dict[str, Any]) -> tuple[L.LightningModule, L.Lightning
             continue
         if section not in takes:
             raise ConfigError(
-                f"{section}: {config['model']['_target_']} takes no {section!r}; it chooses its own. Say {section}=null"
+                f"{section}: {config['model']['_target_']} takes no {section!r}; it creates its own. Give {section}=null"
             )
         more[section] = build({**config[section], "_partial_": True}, allow, section)
     return build(config["model"], allow, "model", **more), data
 
 
 def fit(config: dict[str, Any], folder: Path) -> None:
-    """Build the recipe, train it, and write plan, trace and report (rank 0)."""
+    """Build the recipe and train it; rank 0 writes plan, trace, report and result."""
     quiet_libraries()
-    stand_out()
+    show_messages()
     L.seed_everything(int(config["seed"]), workers=True, verbose=False)
     module, data = build_recipe(config)
     allow = config.get("allow") or ()
@@ -67,7 +71,7 @@ def fit(config: dict[str, Any], folder: Path) -> None:
 
 
 def _without_callbacks(config: dict[str, Any]) -> dict[str, Any]:
-    """Lightning adds a checkpoint and a bar by itself where there are none; here the configuration decides."""
+    """Arguments that keep Lightning from adding a checkpoint or a bar where the configuration has none."""
     kinds = {str((node or {}).get("_target_", "")).rsplit(".", 1)[-1] for node in config["callbacks"].values()}
     off: dict[str, Any] = {}
     if not any("Checkpoint" in kind for kind in kinds):
@@ -78,22 +82,29 @@ def _without_callbacks(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loggers(config: dict[str, Any]) -> list[Logger]:
+    """The loggers of the configuration; none of them records a secret."""
     allow = config.get("allow") or ()
     made: list[Logger] = []
     for name, node in config["logger"].items():
         if not node:
             continue
-        made.append(build(node, allow, f"logger.{name}"))
-        if isinstance(made[-1], WandbLogger):
-            made[-1]._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
-            made[-1].log_hyperparams(redacted(config))
+        kind = locate(node["_target_"], allow)
+        tracked = inspect.isclass(kind) and issubclass(kind, WandbLogger)  # it records all of its arguments
+        logger: Any = build(redacted(node) if tracked else node, allow, f"logger.{name}")
+        record = logger.log_hyperparams
+        logger.log_hyperparams = lambda params, *more, _record=record, **named: _record(_plain(params), *more, **named)
+        if tracked:
+            logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
+            (Path(logger.save_dir or ".") / "wandb").mkdir(mode=0o700, parents=True, exist_ok=True)
+            logger.log_hyperparams(config)
+        made.append(logger)
     return made
 
 
-def _monitored(trainer: L.Trainer) -> list[Path]:
-    """The files that the monitor among the callbacks has written."""
-    monitors = [callback for callback in trainer.callbacks if isinstance(callback, PipelineMonitor)]  # type: ignore[attr-defined]
-    return [path for monitor in monitors for path in monitor.files.values()]
+def _plain(params: Any) -> dict[str, Any]:
+    """Hyperparameters (a mapping or a namespace) without secrets."""
+    found: dict[str, Any] = redacted(dict(params if isinstance(params, Mapping) else vars(params)))
+    return found
 
 
 def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path, config: dict[str, Any]) -> None:
@@ -112,8 +123,9 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
     if measured is not None:
         result["measured_step"] = measured
         result["samples_per_second"] = plan.batch_size * plan.replicas / measured
-    written = {path.absolute() for path in _monitored(trainer)}
-    if folder / "report.html" not in written:  # nobody watched the run
+    monitors = [callback for callback in trainer.callbacks if isinstance(callback, PipelineMonitor)]  # type: ignore[attr-defined]
+    written = {path.absolute() for monitor in monitors for path in monitor.files.values()}
+    if folder / "report.html" not in written:  # no monitor has written it
         if timeline is not None:
             save_timeline(folder / "trace.json", timeline)
         graph, costs = strategy.runtime.graph, strategy.runtime.costs
@@ -129,3 +141,86 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
             title=str(config["name"]),
         )
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    for file in folder.rglob("hparams.yaml"):  # the loggers' record of the configuration
+        file.chmod(0o600)
+
+
+class Progress(ProgressBar):
+    """The progress of a run: one bar over all its steps with the logged values, or lines if there is no terminal."""
+
+    def __init__(self, refresh_rate: int = 5, lines: int = 10) -> None:
+        super().__init__()
+        self._refresh_rate, self._lines = refresh_rate, lines
+        self._enabled = True
+        self._bar: Any = None
+        self._started, self._first = 0.0, 0
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started, self._first = time.monotonic(), trainer.global_step
+        if self._shows(trainer) and sys.stdout.isatty():
+            self._bar = tqdm(
+                total=self._total(trainer),
+                initial=trainer.global_step,
+                desc="training",
+                unit="step",
+                colour="cyan",
+                dynamic_ncols=True,
+                file=sys.stdout,
+            )
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if not self._shows(trainer):
+            return
+        step, total = trainer.global_step, self._total(trainer)
+        last = total is not None and step >= total
+        if self._bar is not None:
+            if step % self._refresh_rate == 0 or last:
+                self._bar.set_postfix_str(self._values(trainer, pl_module), refresh=False)
+                self._bar.update(step - self._bar.n)
+        elif step == self._first + 1 or last or step % max(1, (total or 1000) // self._lines) == 0:
+            speed = (step - self._first) / max(time.monotonic() - self._started, 1e-9)
+            of = f"/{total}" if total is not None else ""
+            print(f"step {step}{of}  {self._values(trainer, pl_module)}  {speed:.2f} steps/s", flush=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._values(trainer, pl_module))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._bar is None and self._shows(trainer) and trainer.global_step > self._first:
+            spent = time.monotonic() - self._started
+            print(
+                f"done in {spent:.0f} s  {self._values(trainer, pl_module)}", flush=True
+            )  # includes the last validation
+        self._close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        tqdm.write(kwargs.get("sep", " ").join(map(str, args)), file=sys.stdout)  # above the bar, if there is one
+
+    def _shows(self, trainer: L.Trainer) -> bool:
+        return self._enabled and trainer.is_global_zero
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _values(self, trainer: L.Trainer, module: L.LightningModule) -> str:
+        found = {key: value for key, value in self.get_metrics(trainer, module).items() if key != "v_num"}
+        return "  ".join(
+            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
+        )
+
+    @staticmethod
+    def _total(trainer: L.Trainer) -> int | None:
+        total = trainer.estimated_stepping_batches
+        return int(total) if total != float("inf") else None

@@ -8,23 +8,25 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipepart.errors import PipepartError, did_you_mean
+from pipepart.errors import PipelineError, PipepartError, did_you_mean
+from pipepart.secrets import clean_output, redacted_override
+from pipepart.values import printable
 
 __all__ = ["main"]
 
 _COMMANDS = {
     "train": "train a recipe on a pipeline of processes",
-    "plan": "plan a recipe, or any module, for this machine or a cluster that need not exist; starts nothing",
-    "verify": "hold a pipeline against one process on the whole batch: loss, logs, gradients; trains nothing",
+    "plan": "plan a recipe, or any module, for this machine or for a cluster; starts no process",
+    "verify": "compare a pipeline with one process on the whole batch: loss, logs, gradients; trains nothing",
     "view": "make the HTML page of a plan, a trace or a run folder",
     "bench": "time a recipe at several shapes and schedules, side by side",
     "recipes": "list the recipes",
-    "doctor": "check the installation, devices, backends, ports and shared memory, and say what to do",
+    "doctor": "check the installation, devices, backends, ports and shared memory, with a remedy for each problem",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; errors that a user can mend are one clear message, with exit code 2 (wrong request) or 1 (failed)."""
+    """Run a command. An error of the user is one message, with exit code 2 (wrong request) or 1 (failed)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -35,20 +37,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pipepart {__version__}")
         return 0
     command, rest = words[0], words[1:]
+    clean_words = [redacted_override(word) for word in words]  # also remembers their secrets
+    if argv is None:
+        sys.argv[1:] = clean_words  # libraries record the command line
+    with clean_output():
+        return _run(command, rest)
+
+
+def _run(command: str, words: list[str]) -> int:
+    def tell(text: str) -> None:
+        print(printable(text, keep="\n\t"), file=sys.stderr)
+
     if command not in _COMMANDS:
-        print(f"pipepart: there is no command {command!r}; {did_you_mean(command, _COMMANDS)}", file=sys.stderr)
+        tell(f"pipepart: there is no command {command!r}; {did_you_mean(command, _COMMANDS)}")
         return 2
     try:
-        return _RUN[command](rest)
+        return _RUN[command](words)
     except PipepartError as error:
-        from pipepart.errors import PipelineError
-
-        print(f"pipepart {command}: {error}", file=sys.stderr)
+        tell(f"pipepart {command}: {error}")
         return 1 if isinstance(error, PipelineError) else 2
     except KeyboardInterrupt:
-        print(f"pipepart {command}: stopped", file=sys.stderr)
+        tell(f"pipepart {command}: stopped")
         return 130
-    except BrokenPipeError:  # whoever read our output (head, less) has seen enough
+    except BrokenPipeError:  # the reader of the output (head, less) has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -66,7 +77,7 @@ def _overview() -> str:
             "  pipepart train                                          the default recipe on two processes",
             "  pipepart train recipe=unet strategy.stages=4 trainer.max_steps=100",
             "  pipepart train -m strategy.schedule=gpipe,1f1b          a sweep",
-            "  pipepart COMMAND --help                                 what a command takes",
+            "  pipepart COMMAND --help                                 the arguments of a command",
         ]
     )
 
@@ -84,21 +95,21 @@ def _parser(command: str, examples: str = "", lazily: Callable[[], str] | None =
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("-h", "--help", nargs=0, action=Help, help="show this and stop")
+    parser.add_argument("-h", "--help", nargs=0, action=Help, help="show this text and stop")
     return parser
 
 
 def _configured(command: str, examples: str) -> argparse.ArgumentParser:
     def more() -> str:
-        from pipepart.cli.listing import group_help
+        from pipepart.cli.groups import group_help
 
-        return f"\ngroups and their options (group=option; pipepart recipes says more):\n{group_help()}"
+        return f"\ngroups and their options (group=option; `pipepart recipes` describes the recipes):\n{group_help()}"
 
     parser = _parser(command, examples, more)
     parser.add_argument("overrides", nargs="*", help="key=value, group=option, +new.key=value, ~key (as in Hydra)")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved configuration and stop")
     parser.add_argument(
-        "--config-dir", type=Path, help="a folder with recipes and other options of yours, laid out as conf/"
+        "--config-dir", type=Path, help="a folder with your own recipes and options, with the layout of conf/"
     )
     return parser
 
@@ -149,7 +160,7 @@ def _plan(words: list[str]) -> int:
     given = parser.parse_intermixed_args(words)
     if given.cfg:
         return _show_config(given, "plan")
-    from pipepart.cli.plan_command import plan
+    from pipepart.cli.dry_runs import plan
 
     return plan(given.overrides, given.config_dir, given.json, given.output)
 
@@ -164,7 +175,7 @@ def _verify(words: list[str]) -> int:
     given = parser.parse_intermixed_args(words)
     if given.cfg:
         return _show_config(given)
-    from pipepart.cli.verify_command import verify
+    from pipepart.cli.dry_runs import verify
 
     return verify(given.overrides, given.config_dir)
 
@@ -178,12 +189,12 @@ def _view(words: list[str]) -> int:
         "  pipepart view outputs/latest --svg plan.svg --perfetto trace.json",
     )
     parser.add_argument("source", help="plan.json, trace.json, or the output folder of a run")
-    parser.add_argument("-o", "--output", default=None, help="where to write the page (default: beside the source)")
-    parser.add_argument("--compare", help="a second plan, or its run folder, to show beside it")
-    parser.add_argument("--title", help="of the page, the picture and the trace")
+    parser.add_argument("-o", "--output", help="file of the page (default: report.html beside the source)")
+    parser.add_argument("--compare", help="a second plan or run folder, shown beside the first")
+    parser.add_argument("--title", help="title of the page, the picture and the trace")
     parser.add_argument("--text", action="store_true", help="print table and chart to the terminal")
     parser.add_argument("--svg", help="write the partition and its schedule as a picture")
-    parser.add_argument("--theme", choices=["light", "dark"], default="light", help="of the picture")
+    parser.add_argument("--theme", choices=["light", "dark"], default="light", help="colours of the picture")
     parser.add_argument("--perfetto", help="write a trace for ui.perfetto.dev")
     given = parser.parse_args(words)
     from pipepart.cli.view import view_files
@@ -194,7 +205,7 @@ def _view(words: list[str]) -> int:
 
 def _bench(words: list[str]) -> int:
     if words[:1] == ["schedules"]:
-        from pipepart.cli.bench_schedules import bench_schedules
+        from pipepart.cli.bench import bench_schedules
 
         return bench_schedules(words[1:])
     parser = _configured(
@@ -213,9 +224,9 @@ def _bench(words: list[str]) -> int:
 
 def _recipes(words: list[str]) -> int:
     parser = _parser("recipes")
-    parser.add_argument("--config-dir", type=Path, help="a folder with recipes of yours, laid out as conf/")
+    parser.add_argument("--config-dir", type=Path, help="a folder with your own recipes, with the layout of conf/")
     given = parser.parse_args(words)
-    from pipepart.cli.listing import recipes_text
+    from pipepart.cli.groups import recipes_text
 
     print(recipes_text(given.config_dir))
     return 0
@@ -223,7 +234,7 @@ def _recipes(words: list[str]) -> int:
 
 def _doctor(words: list[str]) -> int:
     parser = _parser("doctor")
-    parser.add_argument("--quick", action="store_true", help="without starting processes to try them out")
+    parser.add_argument("--quick", action="store_true", help="start no processes")
     given = parser.parse_args(words)
     from pipepart.cli.doctor import doctor
 
@@ -239,6 +250,3 @@ _RUN = {
     "recipes": _recipes,
     "doctor": _doctor,
 }
-
-if __name__ == "__main__":
-    sys.exit(main())

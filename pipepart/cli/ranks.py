@@ -1,7 +1,7 @@
-"""Starting the processes of a run, ending them together, and saying why if one fails.
+"""The processes of a run: they are started and ended together, and the first cause of a failure is shown.
 
-Torch's own agent starts and watches the ranks. They get the configuration that the parent composed; each leaves the
-reason of its failure in the folder of the run, and the first reason is the one that is shown.
+Torch's own agent starts and watches the ranks. They receive the configuration that the parent composed. A rank that fails
+writes its reason into the folder of the run; the first reason is shown.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -18,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from pipepart.cli.console import quiet_libraries, shown
-from pipepart.errors import PipelineError, PipepartError
+from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.machine import usable_cores
+from pipepart.secrets import clean, clean_output, redacted
+from pipepart.values import printable
 
-__all__ = ["already_started", "join_started", "run_as_rank", "run_as_task", "start_ranks"]
+__all__ = ["already_started", "join_started", "refuse_inside_job", "run_as_rank", "run_as_task", "start_ranks"]
 
 _PATIENCE = 2  # seconds that a rank has to end by itself
 
-
-_NAMES = {  # rank, rank here, processes, machines, this machine, job: as srun and submitit's local executor call them
+_NAMES = {  # rank, local rank, processes, machines, this machine, job: variables of srun and submitit's local executor
     "SLURM_PROCID": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID"),
     "SUBMITIT_LOCAL_GLOBALID": tuple(
         f"SUBMITIT_LOCAL_{name}" for name in ("GLOBALID", "LOCALID", "NTASKS", "JOB_NUM_NODES", "NODEID", "JOB_ID")
@@ -35,7 +37,7 @@ _NAMES = {  # rank, rank here, processes, machines, this machine, job: as srun a
 
 
 def _started_by() -> tuple[str, ...] | None:
-    """The names of the variables of the launcher that has started this process as one of several; not torchrun's."""
+    """The variables of srun or submitit, if it has started this process as one of several."""
     for mark, names in _NAMES.items():
         if mark in os.environ and int(os.environ.get(names[2], "1")) > 1:
             return names
@@ -47,8 +49,14 @@ def already_started() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or _started_by() is not None
 
 
+def refuse_inside_job(command: str) -> None:
+    """Refuse a command that starts its own processes in a process that a launcher has started."""
+    if already_started():
+        raise ConfigError(f"{command} starts its processes itself: call it without torchrun or srun")
+
+
 def join_started() -> tuple[int, int]:
-    """The variables of torchrun from those of SLURM or submitit; returns (processes here, machines)."""
+    """Set the variables of torchrun from those of SLURM or submitit; returns (processes here, machines)."""
     names, started_by = os.environ, _started_by()
     if "TORCHELASTIC_RUN_ID" not in names and started_by is not None:
         rank, local, count, nodes, node, job = (
@@ -70,29 +78,27 @@ def join_started() -> tuple[int, int]:
 
 def _first_host(names: str) -> str:
     """The first of SLURM's list: `node[03-07,12],other` is node03."""
-    first = names.split("[")[0] if "[" in names.split(",")[0] else names.split(",")[0]
-    if "[" in names.split(",")[0]:
-        first += names.split("[")[1].split("-")[0].split(",")[0].rstrip("]")
-    return first
+    first, bracket, numbers = names.partition("[")
+    return first + re.split(r"[-,\]]", numbers)[0] if bracket and "," not in first else names.split(",")[0]
 
 
 def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) -> None:
-    """Start one process per device here, wait for all; raises the first cause if one fails.
+    """Start one process per device on this machine and wait for all; raise the first cause if one fails.
 
-    `named`: a `module:callable` of the command line to verify, instead of training a recipe. It is no part of the
-    configuration, which must not be able to name what is run.
+    `named` is a `module:callable` of the command line to verify instead of training a recipe. It is not part of the
+    configuration, which must not be able to name code that is run.
     """
     from torch.distributed.elastic.multiprocessing import SignalException, Std
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    quiet_libraries()  # again: the agent's loggers exist from here on
-    _no_tracker_noise()
+    quiet_libraries()  # again: the agent's loggers exist only now
+    _silence_tracker()
     count, launcher = int(config["devices"]), config["launcher"]
     alone = int(launcher["nodes"]) == 1
     logs = folder / "logs"
-    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     launch = LaunchConfig(
         min_nodes=int(launcher["nodes"]),
         max_nodes=int(launcher["nodes"]),
@@ -106,7 +112,7 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
         monitor_interval=0.2,
         start_method="spawn",
         shutdown_timeout=_PATIENCE,
-        # The first rank speaks; what the others say is in their files.
+        # The output of the first rank is shown, that of the others is in their files.
         logs_specs=DefaultLogsSpecs(str(logs), redirects=dict.fromkeys(range(1, count), Std.ALL)),
     )
     try:
@@ -116,80 +122,82 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
     except (SignalException, KeyboardInterrupt) as error:
         name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
         last = folder / "checkpoints" / "last.ckpt"
-        hint = f" Go on with resume={shown(last)}" if last.exists() else ""
+        hint = f" Continue with resume={shown(last)}" if last.exists() else ""
         raise PipelineError(f"stopped by {name}; all processes have ended.{hint}") from None
 
 
-def _no_tracker_noise() -> None:
-    """Python's resource tracker warns of semaphores of ranks that were killed, after it has cleaned them up."""
-    said = [text for text in os.environ.get("PYTHONWARNINGS", "").split(",") if text]
-    mine = "ignore:resource_tracker:UserWarning"
-    os.environ["PYTHONWARNINGS"] = ",".join([*said, *([] if mine in said else [mine])])
-
-
-def _threads(processes: int) -> int:
-    return max(1, usable_cores() // processes)
+def _silence_tracker() -> None:
+    """Silence the warnings of Python's resource tracker about semaphores of killed ranks, which it has removed."""
+    filters = os.environ.get("PYTHONWARNINGS", "").split(",")
+    os.environ["PYTHONWARNINGS"] = ",".join(
+        dict.fromkeys([*filter(None, filters), "ignore:resource_tracker:UserWarning"])
+    )
 
 
 def run_as_rank(config_text: str, folder: str, named: str | None = None) -> None:
-    """One rank: everything else follows from the configuration that the parent composed."""
+    """Run this process as one rank with the configuration that the parent composed."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
-    try:
-        if named is not None:
-            from pipepart.cli.verify_command import verify_here
+    config = json.loads(config_text)
+    redacted(config)  # from here on, its secrets are hidden
+    with clean_output():
+        try:
+            if named is not None:
+                from pipepart.cli.dry_runs import verify_here
 
-            verify_here(json.loads(config_text), named)
-            return
-        from pipepart.cli.fit import fit
+                verify_here(config, named)
+            else:
+                from pipepart.cli.fit import fit
 
-        fit(json.loads(config_text), Path(folder))
-    except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            return
-        _leave_reason(error, int(os.environ.get("RANK", "0")), Path(folder) / "logs")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # no threads, no hooks at exit: others wait for this one to be gone
+                fit(config, Path(folder))
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                return
+            _leave_reason(error, int(os.environ.get("RANK", "0")), Path(folder) / "logs")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # no threads, no hooks at exit: others wait for this one to be gone
 
 
 def run_as_task(config: dict[str, Any], folder: Path) -> str | None:
-    """One rank as a task of a queue, whose failure is told by what it returns: the first cause, or None."""
+    """Run this process as one rank in a task of a queue; returns the first cause of a failure, or None."""
     logs = folder / "logs"
     try:
         from pipepart.cli.fit import fit
 
-        fit(config, folder)
+        with clean_output():
+            fit(config, folder)
     except Exception as error:
         _leave_reason(error, int(os.environ["RANK"]), logs)
         if int(os.environ["RANK"]) == 0 and _is_echo(error):
-            time.sleep(_PATIENCE)  # who failed first may still be writing down why
-        return _told(_reasons(logs)[0], logs)
+            time.sleep(_PATIENCE)  # the rank that failed first may still be writing its reason
+        return _reason_text(_reasons(logs)[0], logs)
     return None
 
 
 def _end_with_parent() -> None:
-    """On Linux: if the parent is killed, so are its ranks."""
+    """On Linux, let the kernel kill this rank when its parent ends."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether a rank failed only because another one did."""
+    """Whether a rank failed only because another rank failed."""
     return isinstance(error, PipelineError) and any(word in str(error) for word in ("another rank", "lost"))
 
 
 def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
-    trace = "".join(traceback.format_exception(error))
-    (logs / f"traceback-rank{rank}.txt").write_text(trace)
+    trace = clean("".join(traceback.format_exception(error)))
+    (logs / f"traceback-rank{rank}.txt").write_text(trace, encoding="utf-8", errors="backslashreplace")
+    text = str(error) if isinstance(error, PipepartError) else f"{type(error).__name__}: {error}"
     reason = {
         "rank": rank,
         "when": time.time(),
         "echo": _is_echo(error),
         "known": isinstance(error, PipepartError),
-        "text": str(error) if isinstance(error, PipepartError) else f"{type(error).__name__}: {error}",
+        "text": printable(clean(text), keep="\n\t"),
         "where": _where(error),
     }
     (logs / f"failure-rank{rank}.json").write_text(json.dumps(reason))
@@ -207,7 +215,7 @@ def _where(error: BaseException) -> str:
 
 
 def _reasons(logs: Path) -> list[dict[str, Any]]:
-    """What the ranks that failed left behind, in order of time; those that only lost another one come last."""
+    """The reasons of the ranks that failed, in the order of time; those that only lost another rank come last."""
     found = []
     for file in logs.glob("failure-rank*.json"):
         with suppress(OSError, ValueError):
@@ -216,7 +224,7 @@ def _reasons(logs: Path) -> list[dict[str, Any]]:
 
 
 def _first_cause(error: Any, logs: Path) -> str:
-    """The reason of the rank that failed first; ranks that only lost another one count last."""
+    """The reason of the rank that failed first; ranks that only lost another rank come last."""
     reasons = _reasons(logs)
     killed = [
         (rank, failure)
@@ -235,11 +243,11 @@ def _first_cause(error: Any, logs: Path) -> str:
     if not reasons:
         rank, failure = error.get_first_failure()
         return f"rank {rank} ended with exit code {failure.exitcode} and left no reason; its output is in {shown(logs)}"
-    return _told(reasons[0], logs)
+    return _reason_text(reasons[0], logs)
 
 
-def _told(reason: dict[str, Any], logs: Path) -> str:
-    """A reason for the user: who, what, where in the user's code, and where the whole traceback is."""
+def _reason_text(reason: dict[str, Any], logs: Path) -> str:
+    """A reason for the user: the rank, the error, the line of the user's code, and the file with the traceback."""
     lines = [f"rank {reason['rank']} failed first. All other processes have been ended.", reason["text"]]
     if reason["where"] and not reason["known"]:
         lines.append(f"at {reason['where']}")

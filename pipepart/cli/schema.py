@@ -1,7 +1,7 @@
-"""What a configuration may hold: dataclasses that Hydra checks every file and every override against.
+"""The schema of a configuration: dataclasses against which Hydra checks every file and every override, and ranges.
 
-The sections that are handed to a class (`strategy`, `trainer`) have the signature of that class as their schema, so that
-there is one truth; what is built by a `_target_` is checked against its signature too (`pipepart.cli.targets`).
+The sections that are passed to a class (`strategy`, `trainer`) have the signature of that class as their schema. Sections
+with a `_target_` are checked against its signature (`pipepart.cli.targets`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,13 @@ import lightning as L
 from hydra.core.config_store import ConfigStore
 
 from pipepart.lightning import PipelineStrategy
+from pipepart.values import COUNT, SECONDS, Range
 
-__all__ = [
-    "LauncherConfig",
-    "StrategyConfig",
-    "TrainConfig",
-    "TrainerConfig",
-    "register_schemas",
-    "schema_of",
-]
+__all__ = ["RANGES", "StrategyConfig", "TrainerConfig", "register_schemas", "schema_of"]
 
 
 def schema_of(name: str, function: Callable[..., Any], leave_out: Collection[str] = ()) -> type:
-    """A dataclass with the parameters of a function: their names, defaults, and those of their types YAML can hold."""
+    """A dataclass with the parameters of a function: names, defaults, and the types that YAML can hold."""
     hints = typing.get_type_hints(function)
     fields: list[tuple[str, Any, Any]] = []
     for key, parameter in inspect.signature(function).parameters.items():
@@ -49,7 +43,7 @@ def schema_of(name: str, function: Callable[..., Any], leave_out: Collection[str
 
 
 def _plain(annotation: Any) -> Any:
-    """The part of a type that is made of numbers, strings and None; Any if it may be something else, too."""
+    """The part of a type that consists of numbers, strings and None; Any if there is another part."""
     if annotation in (int, float, bool, str):
         return annotation
     if typing.get_origin(annotation) is typing.Literal:
@@ -72,13 +66,8 @@ _SEQUENCES = tuple(
 )
 
 _LIGHTNINGS_OWN = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "example_batch",
-)
+    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "example_batch",
+)  # fmt: skip
 StrategyConfig = schema_of("StrategyConfig", PipelineStrategy.__init__, leave_out=_LIGHTNINGS_OWN)
 """The arguments of `PipelineStrategy`."""
 
@@ -89,7 +78,7 @@ TrainerConfig = schema_of("TrainerConfig", L.Trainer.__init__, leave_out=_SET_EL
 
 @dataclass
 class LauncherConfig:
-    """How the processes of a run are started. Under torchrun or SLURM they are there already, and this is not used."""
+    """The start of the processes of a run; not used under torchrun and SLURM, which start them."""
 
     nodes: int = 1
     """Machines; each starts `devices` processes."""
@@ -101,18 +90,18 @@ class LauncherConfig:
 
 @dataclass
 class TrainConfig:
-    """Everything that a run is made of."""
+    """The configuration of a run."""
 
     name: str = "???"
-    """The title of the run: by default the name of the recipe."""
+    """The title of the run; default: the name of the recipe."""
     seed: int = 1
     devices: int | str = "auto"
-    """Processes per machine. auto: stages x replicas where they are given, else 2."""
+    """Processes per machine; auto: stages x replicas if they are given, else 2."""
     output: str = "???"
     resume: str | None = None
-    """A checkpoint to go on from (read with weights_only=True: nothing in it is ever run)."""
+    """The checkpoint (a file or a sharded folder) to resume from; it is read with weights_only=True."""
     allow: list[str] = field(default_factory=list)
-    """Packages of yours that `_target_` may name."""
+    """Packages of the user that `_target_` may name; only the command line can set them."""
     model: Any = None
     data: Any = None
     optimizer: Any = None
@@ -123,7 +112,29 @@ class TrainConfig:
     logger: dict[str, Any] = field(default_factory=dict)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     cluster: Any = None
-    """What to plan for (`pipepart plan`); training plans for the machine it runs on."""
+    """The devices to plan for (`pipepart plan`); training plans for the machine it runs on."""
+
+
+_NONE_OR_MORE, _ONE_OR_MORE, _NO_LIMIT = Range(0, 10**12), Range(1, 10**12), Range(-1, 10**12)
+RANGES = {
+    "seed": Range(0, 2**32 - 1),
+    "devices": COUNT,
+    "launcher.nodes": COUNT,
+    "launcher.wait": SECONDS,
+    **dict.fromkeys(("trainer.max_steps", "trainer.max_epochs", "trainer.num_sanity_val_steps"), _NO_LIMIT),
+    **dict.fromkeys(("trainer.accumulate_grad_batches", "trainer.check_val_every_n_epoch"), _ONE_OR_MORE),
+    **{
+        f"trainer.{name}": _NONE_OR_MORE
+        for name in (
+            "min_steps", "min_epochs", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+            "limit_predict_batches", "overfit_batches", "val_check_interval", "log_every_n_steps", "gradient_clip_val",
+            "reload_dataloaders_every_n_epochs",
+        )
+    },
+    **{f"optimizer.{name}": Range(0, 10**6) for name in ("lr", "weight_decay", "eps", "momentum")},
+}  # fmt: skip
+"""Ranges of numbers of the configuration by their keys; those of `strategy` are declared with its options. All other
+numbers are finite."""
 
 
 def register_schemas() -> None:

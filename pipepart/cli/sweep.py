@@ -6,64 +6,132 @@ import csv
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hydra.version
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from pipepart.cli.config import checked, compose_config, conf_folder, explaining, search_path, without_nulls
+from pipepart.cli.config import (
+    allow_of,
+    checked,
+    compose_config,
+    explaining,
+    initialized,
+    parse,
+    prepared,
+    written,
+)
 from pipepart.cli.console import bold, quiet_libraries, shown, table
-from pipepart.cli.ranks import already_started, join_started, run_as_task
-from pipepart.cli.secrets import redacted, redacted_override
-from pipepart.cli.train import check_run, prepare_folder, read_result, resolve_devices, run
+from pipepart.cli.ranks import already_started, join_started, refuse_inside_job, run_as_task
+from pipepart.cli.targets import check_allow, check_hydra_section
+from pipepart.cli.train import check_run, prepare_folder, read_result, ready, run
 from pipepart.errors import ConfigError, PipelineError, PipepartError
+from pipepart.secrets import clean, redacted_override, write_private
 
 __all__ = ["summary", "sweep"]
 
 
 def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
     """Check all runs, then run them; one that fails does not stop the others. Returns 1 if any failed."""
-    if already_started():
-        raise ConfigError(
-            "a sweep starts the processes of its runs itself: call `pipepart train -m` without torchrun or srun"
-        )
+    refuse_inside_job("a sweep (pipepart train -m)")
     quiet_libraries()
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    jobs = _check_all(overrides, extra)
-    if jobs:
+    first = _without_sweeps(overrides)
+    compose_config(first, extra=extra, hydra=True)  # refuses unknown options of groups
+    with initialized(), explaining(extra), _queue_failures():
+        loader = _GatedLoader(GlobalHydra.instance().config_loader(), overrides)
+        config = loader.load_configuration("train", prepared(overrides, extra), RunMode.MULTIRUN)
+        _check_launcher(config)
+        sweeper = Plugins.instance().instantiate_sweeper(
+            config=config,
+            hydra_context=HydraContext(config_loader=loader, callbacks=_NoCallbacks()),  # type: ignore[arg-type]
+            task_function=partial(job, allow=allow_of(overrides)),
+        )
+    plain = hasattr(sweeper, "split_arguments")  # Hydra's own; sweepers that search choose their runs as they go
+    if plain:
+        count = _check_all(sweeper, overrides, extra)
         print(
-            f"{bold('pipepart train -m')}  {len(jobs)} runs, one after the other unless a launcher spreads them",
-            flush=True,
+            f"{bold('pipepart train -m')}  {count} runs, one after the other unless a launcher spreads them", flush=True
         )
-    hydra.version.setbase("1.3")
-    GlobalHydra.instance().clear()
-    with explaining(extra), _queue_failures():
-        main = Hydra.create_main_hydra2("pipepart", create_config_search_path(str(conf_folder())))
-        returned = main.multirun(
-            "train",
-            job,
-            overrides=[*search_path(extra), *without_nulls(overrides, extra)],
-            with_log_configuration=False,
-        )
+    else:
+        checked(compose_config(first, extra=extra, trusted=overrides))
+    with initialized(), explaining(extra), _queue_failures():
+        _make_private(config)
+        words = parse(prepared(overrides, extra))  # not those of `config`, which a file could add to
+        returned = sweeper.sweep(arguments=[str(word.input_line) for word in words if not word.is_hydra_override()])
     flat = [one for batch in returned for one in batch] if isinstance(returned, list) else []
     results = [(list(one.overrides or ()), one.return_value) for one in flat]
     if not results:  # sweepers that search keep the results for themselves
         return 0
-    folder = Path(results[0][1]["folder"]).parent
-    print("\n" + summary(results, folder))
+    print("\n" + summary(results, Path(results[0][1]["folder"]).parent))
     return 1 if any("error" in result for _, result in results) else 0
+
+
+class _GatedLoader:
+    """Hydra's loader of configurations. Every configuration of a run passes the gate before Hydra acts on its section."""
+
+    def __init__(self, loader: ConfigLoader, overrides: Sequence[str]) -> None:
+        self.loader, self.overrides, self.hidden = loader, list(overrides), False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "loader":  # not set yet, while a task of a queue unpickles this object
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def load_configuration(self, config_name: str, overrides: list[str], run_mode: RunMode) -> DictConfig:
+        return self._passed(self.loader.load_configuration(config_name, overrides, run_mode))
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        if not self.hidden:
+            _hide_secrets(Path(master_config.hydra.sweep.dir) / "multirun.yaml")
+            self.hidden = True
+        return self._passed(self.loader.load_sweep_config(master_config, sweep_overrides))
+
+    def _passed(self, config: DictConfig) -> DictConfig:
+        """The configuration, if it sets nothing that only the package and the command line may set."""
+        chosen = config.hydra.runtime.choices
+        given = [override for override in parse(self.overrides) if override.is_hydra_override()]
+        own = [str(override.input_line) for override in given if override.key_or_group != "hydra.searchpath"]
+        for group in ("launcher", "sweep", "hydra/launcher", "hydra/sweeper"):
+            option = chosen.get(group)
+            if option and not any(text.startswith(f"{group}=") for text in own) and self._is_known(group, option):
+                own.append(f"{group}={option}")
+        plain = self.loader.load_configuration("train", own, RunMode.MULTIRUN)
+        found, known = (OmegaConf.to_container(c.hydra, resolve=False) for c in (config, plain))
+        launcher = OmegaConf.to_container(config.hydra.launcher, resolve=True)
+        check_hydra_section(found, known, launcher)  # type: ignore[arg-type]
+        return config
+
+    def _is_known(self, group: str, option: str) -> bool:
+        """Whether the package or an installed plugin has an option of a group."""
+        if option in self.loader.get_group_options(group):
+            return True
+        if group.startswith("hydra/"):
+            known = ", ".join(self.loader.get_group_options(group))
+            raise ConfigError(f"{group}={option}: there is no such {group}; known: {known}")
+        return False  # of the user's own folder: what it sets is held against the defaults
+
+
+class _NoCallbacks:
+    """In place of Hydra's callbacks, which a configuration could name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(**_: Any) -> None: ...
 
 
 @contextmanager
 def _queue_failures() -> Iterator[None]:
-    """A job that the queue has ended (time, memory) has no result: what submitit says of it becomes an error of ours."""
+    """Turn the error of submitit about a job that the queue has ended (time, memory) into a `PipelineError`."""
     try:
         yield
     except Exception as error:
@@ -73,49 +141,59 @@ def _queue_failures() -> Iterator[None]:
         raise PipelineError(f"a job of the queue ended without a result: {first}") from error
 
 
-def _check_all(overrides: Sequence[str], extra: Path | None) -> list[list[str]]:
-    """The overrides of every run of a plain sweep, each composed and checked before the first one starts."""
-    whole = compose_config(_without_sweeps(overrides), extra=extra, hydra=True)
-    sweeper = whole.hydra.sweeper
-    if "submitit" in str(whole.hydra.launcher._target_) and whole.devices == "auto":
+def _check_launcher(config: DictConfig) -> None:
+    if "submitit" in str(config.hydra.launcher._target_) and config.devices == "auto":
         raise ConfigError("this launcher starts one task per process and must know how many: give devices=N")
-    if not str(sweeper._target_).endswith("BasicSweeper"):
-        checked(compose_config(_without_sweeps(overrides), extra=extra))
-        return []
+
+
+def _check_all(sweeper: Any, overrides: Sequence[str], extra: Path | None) -> int:
+    """Compose and check all runs of a plain sweep before the first one starts; returns their number."""
     parameters = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
-    parsed = OverridesParser.create().parse_overrides([*parameters, *overrides])
-    jobs = BasicSweeper.split_arguments(parsed, None)[0]
-    for one in jobs:
+    runs = sweeper.split_arguments(parse([*parameters, *overrides]), None)[0]
+    for one in runs:
         try:
-            config = checked(compose_config([text for text in one if not text.startswith("hydra.")], extra=extra))
-            config["devices"] = resolve_devices(config)
-            check_run(config)
+            words = [text for text in one if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
+            ready(checked(compose_config(words, extra=extra, trusted=overrides)))
         except PipepartError as error:
             raise type(error)(f"in the run {' '.join(map(redacted_override, one))}: {error}") from error
-    return jobs
+    return len(runs)
 
 
 def _without_sweeps(overrides: Sequence[str]) -> list[str]:
-    """The first value of everything that is swept over, to see what the rest of the configuration says."""
-    found = []
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        if override.is_sweep_override():
-            first = next(iter(override.sweep_string_iterator()))
-            found.append(f"{override.get_key_element()}={first}")
-        else:
-            found.append(str(override.input_line))
-    return found
+    """The overrides with the first value of each sweep, for a look at the rest of the configuration."""
+    return [
+        f"{o.get_key_element()}={next(iter(o.sweep_string_iterator()))}" if o.is_sweep_override() else str(o.input_line)
+        for o in parse(overrides)
+    ]
 
 
-def job(config: DictConfig) -> dict[str, Any]:
+def _make_private(config: DictConfig) -> None:
+    """Make files that Hydra and submitit will write with the whole configuration readable for their owner only."""
+    folder = Path(config.hydra.sweep.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_private(folder / "multirun.yaml", "")
+    if "submitit" in str(config.hydra.launcher._target_):
+        (folder / ".submitit").mkdir(mode=0o700, exist_ok=True)
+
+
+def _hide_secrets(path: Path) -> None:
+    """Write Hydra's copy of the configuration of a sweep again, without secrets."""
+    if path.is_file():
+        plain: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        given = plain.get("hydra", {}).get("overrides", {})
+        for name in given:
+            given[name] = [redacted_override(str(text)) for text in given[name]]
+        write_private(path, written(plain))
+
+
+def job(config: DictConfig, allow: Sequence[str] = ()) -> dict[str, Any]:
     """One run of a sweep, in the process of the sweep or in a job of a queue. A failure is part of the result."""
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
     said = list(settings.overrides.task)
-    here = Path.cwd()
-    config.output = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
-    _redact_file(Path(settings.sweep.dir) / "multirun.yaml")
+    config.output = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
     try:
+        check_allow(config.allow, allow)
         plain = checked(config)
         if already_started():  # a task of a queue: the other ranks run this function, too
             plain["devices"], plain["launcher"]["nodes"] = join_started()
@@ -124,40 +202,23 @@ def job(config: DictConfig) -> dict[str, Any]:
                 prepare_folder(plain, said)
             failure = run_as_task(plain, folder.absolute())
             return read_result(folder) if failure is None else {"folder": str(folder), "error": failure}
-        plain["devices"] = resolve_devices(plain)
-        check_run(plain)
         print(f"\n{bold(f'run {settings.job.num}')}  {' '.join(map(redacted_override, said))}", flush=True)
-        return run(plain, said)
+        return run(ready(plain), said)
     except PipepartError as error:
         print(f"pipepart train: {error}", flush=True)
         return {"folder": str(folder), "error": str(error)}
 
 
-def _redact_file(path: Path) -> None:
-    """Hydra's own copy of the configuration of a sweep, without secrets."""
-    if path.is_file():
-        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        clean = redacted(plain)
-        for key in ("overrides",):
-            hydra_part = clean.get("hydra", {}) if isinstance(clean, dict) else {}
-            if isinstance(hydra_part.get(key), dict):
-                hydra_part[key] = {
-                    name: [redacted_override(str(t)) for t in texts] for name, texts in hydra_part[key].items()
-                }
-        path.write_text(OmegaConf.to_yaml(OmegaConf.create(clean)))
-
-
 def summary(results: Sequence[tuple[Sequence[str], dict[str, Any]]], folder: Path) -> str:
-    """A table of the runs, what was different about them first; written to summary.csv, too."""
-    from pipepart.planning import format_seconds
+    """A table of the runs, with their different overrides first; it is also written to summary.csv."""
+    from pipepart.planning import format_seconds  # imports torch, which takes seconds
 
-    pairs = [dict(text.partition("=")[::2] for text in texts) for texts, _ in results]
+    pairs = [dict(redacted_override(text).partition("=")[::2] for text in texts) for texts, _ in results]
     keys = list(dict.fromkeys(key for pair in pairs for key in pair))
     varied = [key for key in keys if len({pair.get(key) for pair in pairs}) > 1]
     metrics = list(dict.fromkeys(key for _, result in results for key in result.get("metrics", {})))
     metrics = [key for key in metrics if key.count("/") < 2 and not key.endswith(("_step", "_epoch"))]
-    head = ["run", *varied, *metrics, "step", "predicted", "samples/s", "outcome"]
-    rows = []
+    rows = [["run", *varied, *metrics, "step", "predicted", "samples/s", "outcome"]]
     for number, (pair, (_, result)) in enumerate(zip(pairs, results)):
         values = result.get("metrics", {})
         rows.append(
@@ -168,9 +229,9 @@ def summary(results: Sequence[tuple[Sequence[str], dict[str, Any]]], folder: Pat
                 format_seconds(result["measured_step"]) if "measured_step" in result else "-",
                 format_seconds(result["predicted_step"]) if "predicted_step" in result else "-",
                 f"{result['samples_per_second']:.0f}" if "samples_per_second" in result else "-",
-                "failed: " + result["error"].splitlines()[0][:60] if "error" in result else "ok",
+                "failed: " + clean(result["error"]).splitlines()[0][:60] if "error" in result else "ok",
             ]
         )
     with open(folder / "summary.csv", "w", newline="") as file:
-        csv.writer(file).writerows([head, *rows])
-    return table([head, *rows], left=1 + len(varied)) + f"\n\n{bold('summary')}  {shown(folder / 'summary.csv')}"
+        csv.writer(file).writerows(rows)
+    return table(rows, left=1 + len(varied)) + f"\n\n{bold('summary')}  {shown(folder / 'summary.csv')}"

@@ -1,50 +1,87 @@
-"""What a configuration may build. A `_target_` names a class; only those of known packages are taken.
+"""The gate of the configuration: which classes it may build, and what it may set in Hydra's own section.
 
-Configuration travels between people, so it must not be able to run whatever it names: the name has to lie in an allowed
-package, and the thing it leads to has to be defined there (`recipes.gpt.torch.load` is not). Keys and types are checked
-against the signature before anything is started.
+Configuration travels between people, so a file must not be able to run code. A `_target_` has to name a class that an
+allowed package defines (`recipes.gpt.torch.load` is not defined there). Only the command line adds packages, and only it
+sets those parts of Hydra's section that run commands. Keys and types are checked before any process is started.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import types
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from pipepart.errors import ConfigError, did_you_mean
+from pipepart.secrets import redacted
+from pipepart.values import fits, printable, shortened
 
-__all__ = ["ALLOWED", "build", "check_call", "check_targets", "locate"]
+__all__ = ["ALLOWED", "build", "check_allow", "check_hydra_section", "check_targets", "locate"]
 
 ALLOWED = ("pipepart", "recipes", "torch.optim", "lightning")
-"""Packages that `_target_` may name; `allow=[my_package]` adds to them."""
+"""Packages that `_target_` may name; `allow=[my_package]` on the command line adds to them."""
 
 _OWN = ("_target_", "_partial_")
-_MOVED = {"pipepart.strategy.": "pipepart.lightning.", "pipepart.report.tracking.": "pipepart.lightning.tracking."}
+_MOVED = {
+    "pipepart.strategy.": "pipepart.lightning.",
+    "pipepart.report.tracking.": "pipepart.lightning.tracking.",
+    "pipepart.cli.progress.": "pipepart.cli.fit.",
+}
 """Old beginning of a name -> new one, for configurations that were written before."""
 
 
+def check_allow(composed: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse packages that a configuration file allows; `given` are those of the command line."""
+    if list(composed or ()) != list(given):
+        names = ", ".join(map(str, composed or ()))
+        raise ConfigError(
+            f"allow=[{names}] is set by a configuration file, but only the command line can allow packages. If you trust "
+            f"them, give allow=[{names}] on the command line, and remove it from the file"
+        )
+
+
+def _kinds() -> tuple[type, ...]:
+    """Bases of the classes that may be built from libraries and from pipepart."""
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.profilers import Profiler
+
+    schedulers = torch.optim.lr_scheduler
+    plateau = schedulers.ReduceLROnPlateau
+    return (
+        torch.nn.Module, pl.LightningDataModule, pl.Callback, Logger, Profiler, torch.optim.Optimizer,
+        schedulers.LRScheduler, plateau,
+    )  # fmt: skip
+
+
 def locate(name: str, allow: Sequence[str] = (), where: str = "_target_") -> Callable[..., Any]:
-    """The class or function of that name, if it is one of an allowed package."""
+    """The class of that name, if an allowed package defines it; of a package in `allow` also a function."""
     packages = (*ALLOWED, *allow)
     for old, new in _MOVED.items():
         if isinstance(name, str) and name.startswith(old):
             name = new + name.removeprefix(old)
     if not isinstance(name, str) or not any(_inside(name, package) for package in packages):
         raise ConfigError(
-            f"{where} is {name!r}, which lies in none of the allowed packages ({', '.join(packages)}). "
-            f"If it is yours, add its package: allow=[{str(name).split('.')[0]}]"
+            f"{where} is {shortened(name)}, which lies in none of the allowed packages ({', '.join(packages)}). "
+            f"If it is yours, give its package on the command line: allow=[{printable(str(name).split('.')[0])}]"
         )
     found = _import(name, where)
-    home = getattr(found, "__module__", None) or ""
+    home = str(getattr(found, "__module__", None) or "")
     if not callable(found) or not any(_inside(home, package) for package in packages):
         raise ConfigError(f"{where} is {name!r}, which is not defined in an allowed package ({home or 'no class'})")
-    if not inspect.isclass(found) and any(_inside(home, package) for package in ("torch", "lightning", "pipepart")):
+    if any(_inside(home, package) for package in allow):
+        return found
+    if not inspect.isclass(found):
         raise ConfigError(
             f"{where} is {name!r}, which is not a class; only classes of {home.split('.')[0]} can be built"
+        )
+    if not _inside(home, "recipes") and not issubclass(found, _kinds()):
+        raise ConfigError(
+            f"{where} is {name!r}, which is no module, data module, callback, logger, profiler, optimizer or scheduler"
         )
     return found
 
@@ -77,32 +114,31 @@ def _import(name: str, where: str) -> Any:
     raise ConfigError(f"{where} is {name!r}, but there is no package {parts[0]!r} here")
 
 
-def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every mapping with a `_target_`, wherever it is, with its key."""
+def _targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """All mappings with a `_target_`, with their keys."""
     if isinstance(node, dict):
         if "_target_" in node:
             yield path, node
         for key, inner in node.items():
-            yield from targets(inner, f"{path}.{key}" if path else str(key))
+            yield from _targets(inner, f"{path}.{key}" if path else str(key))
     elif isinstance(node, list):
         for index, inner in enumerate(node):
-            yield from targets(inner, f"{path}[{index}]")
+            yield from _targets(inner, f"{path}[{index}]")
 
 
 def check_targets(config: Mapping[str, Any], later: Mapping[str, Sequence[str]] | None = None) -> None:
     """Refuse, before anything is started, what cannot be built. `later` names arguments that are given when building."""
     allow = tuple(config.get("allow") or ())
-    for path, node in targets(dict(config)):
+    for path, node in _targets(dict(config)):
         function = locate(node["_target_"], allow, f"{path}._target_")
         given = {key: value for key, value in node.items() if key not in _OWN}
-        filled = (later or {}).get(path, ())
-        check_call(function, given, path, filled, partly=bool(node.get("_partial_")))
+        _check_call(function, given, path, (later or {}).get(path, ()), partly=bool(node.get("_partial_")))
 
 
-def check_call(
+def _check_call(
     function: Callable[..., Any], given: Mapping[str, Any], path: str, filled: Sequence[str] = (), partly: bool = False
 ) -> None:
-    """Whether a call with these keyword arguments fits the signature; `filled` come later, `partly` positional ones too."""
+    """Hold keyword arguments against a signature; `filled` are given later, with `partly` also positional ones."""
     parameters = inspect.signature(function).parameters
     hints = _hints(function)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -116,7 +152,8 @@ def check_call(
         if isinstance(value, dict) and "_target_" in value:
             continue
         if not fits(value, hints.get(key, Any)):
-            raise ConfigError(f"{path}.{key}: expected {_shown(hints[key])}, got {value!r} ({type(value).__name__})")
+            got = f"{shortened(redacted(value, str(key)))} ({type(value).__name__})"
+            raise ConfigError(f"{path}.{key}: expected {_shown(hints[key])}, got {got}")
     if partly:
         return
     missing = [key for key, p in named.items() if p.default is p.empty and key not in given and key not in filled]
@@ -131,37 +168,12 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def fits(value: Any, annotation: Any) -> bool:
-    """Whether a value of a YAML file may stand for a type; types that YAML cannot hold are left to the callee."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is None or annotation is type(None):
-        return value is None
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, part) for part in arguments)
-    if origin is typing.Literal:
-        return value in arguments
-    if annotation is bool or annotation is str:
-        return isinstance(value, annotation)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if origin in (list, set, Sequence) or annotation in (list, set):
-        return isinstance(value, list) and all(fits(item, arguments[0]) for item in value if arguments)
-    if origin is tuple or annotation is tuple:
-        inner = arguments[:1] * len(value) if isinstance(value, list) and arguments[1:] == (...,) else arguments
-        return isinstance(value, list) and (not inner or (len(inner) == len(value) and all(map(fits, value, inner))))
-    if origin in (dict, Mapping) or annotation is dict:
-        return isinstance(value, dict)
-    return True
-
-
 def _shown(annotation: Any) -> str:
     return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")
 
 
 def build(node: Mapping[str, Any], allow: Sequence[str] = (), path: str = "", **more: Any) -> Any:
-    """Make what a checked mapping describes, inner ones first. `_partial_: true` gives a function that wants the rest."""
+    """Build the object of a checked mapping, inner ones first; with `_partial_: true` a function of its other arguments."""
     function = locate(node["_target_"], allow, f"{path}._target_")
     arguments = {key: _built(value, allow, f"{path}.{key}") for key, value in node.items() if key not in _OWN}
     arguments.update(more)
@@ -176,3 +188,43 @@ def _built(value: Any, allow: Sequence[str], path: str) -> Any:
     if isinstance(value, list):
         return [_built(inner, allow, f"{path}[{index}]") for index, inner in enumerate(value)]
     return value
+
+
+# ---- Hydra's own section
+
+_FREE = re.compile(
+    r"mode|searchpath|sweep\.(dir|subdir)|sweeper\.(params(\..*)?|max_batch_size|n_trials|n_jobs|direction|study_name)"
+    r"|launcher\.(nodes|tasks_per_node|cpus_per_(task|gpu)|gpus_per_(node|task)|gres|mem_(gb|per_gpu|per_cpu)|timeout_min"
+    r"|name|partition|qos|account|constraint|exclude|max_num_timeout|array_parallelism|signal_delay_s|n_jobs)"
+    r"|(overrides|runtime)\..*|job\.(name|override_dirname|id|num|config_name)"
+)
+"""Keys of Hydra's section that a configuration file may set (they run nothing), and those that Hydra fills in."""
+
+
+def check_hydra_section(found: Mapping[str, Any], own: Mapping[str, Any], launcher: Any) -> None:
+    """Refuse settings of Hydra's section that come from a configuration file and can run code.
+
+    Callbacks, logging, environment variables, launchers and sweepers can. `found` is the section, unresolved; `own` is the
+    section that the package and the command line make for the same launcher and sweeper; `launcher` is the resolved one.
+    """
+    leaves, known = dict(_leaves(found)), dict(_leaves(own))
+    for key in sorted({*leaves, *known}):
+        if leaves.get(key) != known.get(key) and not _FREE.fullmatch(key):
+            raise ConfigError(
+                f"hydra.{key} is set by a configuration file, but only the command line can set it, because it can run "
+                f"commands. If you trust the value, give hydra.{key}=... on the command line, and remove it from the file"
+            )
+    if found.get("output_subdir") is not None:
+        raise ConfigError("hydra.output_subdir must be null: Hydra would write the configuration with its secrets")
+    for key, value in _leaves(launcher):
+        if isinstance(value, str) and printable(value) != value:
+            raise ConfigError(f"hydra.launcher.{key} contains control characters: {shortened(value)}")
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a mapping that are no filled mappings, with their keys."""
+    if isinstance(node, Mapping) and node:
+        for key, inner in node.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node

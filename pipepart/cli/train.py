@@ -1,4 +1,4 @@
-"""`pipepart train`: compose once, check, start one process per device, say where everything is."""
+"""`pipepart train`: composes the configuration, checks it, starts one process per device, and shows the output paths."""
 
 from __future__ import annotations
 
@@ -13,79 +13,138 @@ from typing import Any
 from pipepart.cli.config import checked, compose_config, written
 from pipepart.cli.console import bold, quiet_libraries, shown
 from pipepart.cli.ranks import already_started, join_started, run_as_rank, start_ranks
-from pipepart.cli.secrets import redacted_override
-from pipepart.errors import ConfigError
+from pipepart.cli.targets import build
+from pipepart.errors import ConfigError, PipepartError
+from pipepart.secrets import redacted_override, write_private
+from pipepart.values import COUNT, check_number
 
-__all__ = ["check_run", "prepare_folder", "read_result", "resolve_devices", "run", "show_config", "train"]
+__all__ = [
+    "SHORT",
+    "check_run",
+    "prepare_folder",
+    "read_result",
+    "ready",
+    "resolve_devices",
+    "run",
+    "show_config",
+    "train",
+]
+
+SHORT = ("logger=none", "callbacks=none", "trainer.limit_val_batches=0", "trainer.val_check_interval=null")
+"""Overrides of a run that only trains."""
+_MOST_PROCESSES = 1024
+"""Processes that are started on one machine."""
 
 
 def train(overrides: Sequence[str], extra: Path | None = None) -> int:
-    """One run of the configuration that the overrides make."""
+    """Train with the configuration that the overrides make."""
     quiet_libraries()
     config = checked(compose_config(overrides, extra=extra))
     if already_started():
         config["devices"], config["launcher"]["nodes"] = join_started()
         check_run(config)
-        return _run_started(config, overrides)
-    config["devices"] = resolve_devices(config)
-    check_run(config)
-    run(config, overrides)
+        _run_started(config, overrides)
+    else:
+        run(ready(config), overrides)
     return 0
 
 
 def show_config(overrides: Sequence[str], extra: Path | None = None, name: str = "train") -> int:
-    """`--cfg job`: the configuration as it would be used."""
+    """`--cfg job`: print the resolved configuration."""
     print(written(checked(compose_config(overrides, name, extra))), end="")
     return 0
 
 
+def ready(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with its number of devices, after all checks that come before the first process."""
+    config["devices"] = resolve_devices(config)
+    check_run(config)
+    return config
+
+
 def resolve_devices(config: dict[str, Any]) -> int:
-    """How many processes to start on each machine."""
+    """The number of processes to start on each machine."""
     devices, nodes = config["devices"], int(config["launcher"]["nodes"])
     stages, replicas = config["strategy"]["stages"], config["strategy"]["replicas"]
+    if devices != "auto":
+        check_number("devices (or 'auto')", devices, COUNT, whole=True)
+        return int(devices)
     if config["strategy"].get("plan"):
         from pipepart.planning import Plan
 
         plan = Plan.load(config["strategy"]["plan"])
         stages, replicas = plan.stages, plan.replicas
-    if devices != "auto":
-        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-            raise ConfigError(f"devices must be a whole number of at least 1 or 'auto', got {devices!r}")
-        return devices
     wanted = 1
     for number in (stages, replicas):
         wanted *= number if isinstance(number, int) and number > 0 else 1
-    if (stages, replicas) == ("auto", "auto") or (stages == 1 and replicas == "auto"):
+    if replicas == "auto" and stages in ("auto", 1):
         wanted = 2 * nodes
     return max(1, -(-wanted // nodes))
 
 
 def check_run(config: dict[str, Any]) -> None:
-    """Refuse here what can be refused before any process is started."""
+    """Refuse everything that can be refused before a process is started."""
     from pipepart.lightning.options import StrategyOptions
+    from pipepart.lightning.sharded import is_sharded
     from pipepart.runtime import fit_mesh
 
     strategy, launcher = config["strategy"], config["launcher"]
     if strategy.get("plan") and not Path(strategy["plan"]).is_file():
         raise ConfigError(f"strategy.plan: there is no file {strategy['plan']!r}")
     options = StrategyOptions.among(strategy)
+    if int(config["devices"]) > _MOST_PROCESSES:
+        raise ConfigError(f"devices: at most {_MOST_PROCESSES} processes on one machine, got {config['devices']}")
     if options.plan is None:
         fit_mesh(int(config["devices"]) * int(launcher["nodes"]), options.stages, options.replicas)
-    if config["resume"] is not None and not Path(config["resume"]).is_file():
-        raise ConfigError(f"resume: there is no checkpoint {config['resume']!r}")
+    _check_optimizer(config)
+    _check_output(Path(config["output"]))
+    resume = config["resume"]
+    if resume is not None and not Path(resume).is_file() and not is_sharded(resume):
+        raise ConfigError(
+            f"resume: there is no checkpoint {resume!r}; expected a file or the folder of a sharded checkpoint"
+        )
     if launcher["nodes"] > 1 and not launcher["address"] and not already_started():
         raise ConfigError(
             "launcher.nodes > 1 needs launcher.address=HOST:PORT of one of the machines, the same on each"
         )
 
 
+def _check_optimizer(config: dict[str, Any]) -> None:
+    """Construct an optimizer of torch on one parameter: torch itself refuses numbers that cannot be."""
+    import torch
+
+    node = config.get("optimizer")
+    if node and str(node["_target_"]).startswith("torch.optim."):
+        try:
+            build({**node, "_partial_": False}, path="optimizer", params=[torch.nn.Parameter(torch.zeros(1, 1))])
+        except PipepartError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"optimizer: {node['_target_']} refuses its arguments: {error}") from error
+
+
+def _check_output(folder: Path) -> None:
+    """Refuse a folder that cannot be made because a file has its name or that of a parent, or that is not writable."""
+    try:
+        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"output: {error}") from error
+    if not usable:
+        reason = "cannot be written" if nearest.is_dir() else "is a file"
+        raise ConfigError(f"output={folder}: {shown(nearest)} {reason}; choose another folder")
+
+
 def prepare_folder(config: dict[str, Any], overrides: Sequence[str]) -> Path:
-    """The folder of the run with its configuration, and the link `latest` to it."""
-    folder = Path(config["output"]).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    said = " ".join(map(redacted_override, overrides))
-    (folder / "config.yaml").write_text(f"# pipepart train {said}".rstrip() + "\n" + written(config))
+    """Make the folder of the run with its configuration, and the link `latest` to it."""
     given = Path(config["output"])
+    folder = given.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        said = " ".join(map(redacted_override, overrides)).replace("\n", " ")
+        write_private(folder / "config.yaml", f"# pipepart train {said}".rstrip() + "\n" + written(config))
+    except OSError as error:
+        raise ConfigError(f"output={given}: {error.strerror or error}; choose another folder") from error
     root = Path(given.parts[0]) if not given.is_absolute() and len(given.parts) > 1 else given.parent
     link = root / "latest"
     with suppress(OSError):  # a file system without links
@@ -97,7 +156,7 @@ def prepare_folder(config: dict[str, Any], overrides: Sequence[str]) -> Path:
 
 
 def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """A checked run on processes of this machine; returns what rank 0 wrote into result.json."""
+    """Run a checked configuration on processes of this machine; returns the result that rank 0 wrote."""
     folder = prepare_folder(config, overrides)
     count = f"{config['devices']} process{'es' if config['devices'] > 1 else ''}"
     nodes = config["launcher"]["nodes"]
@@ -105,15 +164,14 @@ def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]
         count += f" on each of {nodes} machines"
     print(f"{bold('pipepart train')}  recipe {config['name']}, {count}, output in {shown(folder)}", flush=True)
     start_ranks(config, folder)
-    result = read_result(folder)
-    say_where(folder)
+    _show_paths(folder)
     if nodes > 1 and not (folder / "result.json").exists():
         print("\nThe first rank ran on another machine: the report and the checkpoints are there.", flush=True)
-    return result
+    return read_result(folder)
 
 
-def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> int:
-    """This process is one rank of a job; all use the folder of rank 0."""
+def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Run this process as one rank of a job; all ranks use the folder of rank 0."""
     import torch.distributed as dist
 
     from pipepart.runtime.rendezvous import join_job
@@ -124,33 +182,33 @@ def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> int:
         dist.broadcast_object_list(box, 0)
         config["output"] = box[0]
     folder = Path(config["output"]).absolute()
-    if os.environ["RANK"] == "0":
+    first = os.environ["RANK"] == "0"
+    if first:
         prepare_folder(config, overrides)
     run_as_rank(json.dumps(config), str(folder))
-    if os.environ["RANK"] == "0":
-        say_where(folder)
-    return 0
+    if first:
+        _show_paths(folder)
 
 
 def read_result(folder: Path) -> dict[str, Any]:
+    """The result that rank 0 has written, with its folder."""
     with suppress(OSError, ValueError):
         return {**json.loads((folder / "result.json").read_text()), "folder": str(folder)}
     return {"folder": str(folder)}
 
 
-def say_where(folder: Path) -> None:
-    found = [
-        ("report", folder / "report.html"),
-        ("plan", folder / "plan.json"),
-        ("trace", folder / "trace.json"),
-        ("checkpoint", folder / "checkpoints" / "last.ckpt"),
-        ("metrics", folder / "metrics" / "metrics.csv"),
-        ("tracking", folder / "wandb"),
-        ("tracking", folder / "tensorboard"),
-        ("configuration", folder / "config.yaml"),
-        ("logs", folder / "logs"),
-    ]
+def _show_paths(folder: Path) -> None:
     print()
-    for name, path in found:
-        if path.exists():
-            print(f"{bold(name.rjust(14))}  {shown(path)}", flush=True)
+    for name, file in (
+        ("report", "report.html"),
+        ("plan", "plan.json"),
+        ("trace", "trace.json"),
+        ("checkpoint", "checkpoints/last.ckpt"),
+        ("metrics", "metrics/metrics.csv"),
+        ("tracking", "wandb"),
+        ("tracking", "tensorboard"),
+        ("configuration", "config.yaml"),
+        ("logs", "logs"),
+    ):
+        if (folder / file).exists():
+            print(f"{bold(name.rjust(14))}  {shown(folder / file)}", flush=True)

@@ -22,7 +22,7 @@ def view_files(
     theme: str = "light",
     text: bool = False,
 ) -> list[Path]:
-    """Make what is asked for and say where it is. With `text` alone no file is written: for a terminal far away."""
+    """Write the requested files and print their paths. With `text` alone no file is written."""
     from pipepart.planning.plan import Plan
     from pipepart.report import load_timeline, plan_text, view, write_perfetto, write_svg
     from pipepart.report.run_folder import locate

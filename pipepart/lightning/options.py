@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pipepart.errors import ConfigError
 from pipepart.options import Options, words_of
+from pipepart.values import shortened
 
 __all__ = ["StrategyOptions"]
 
@@ -23,9 +24,9 @@ class StrategyOptions(Options):
     """State of the module after a run: ``whole`` on every rank, or ``parts``, where each rank keeps its stage."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.after not in words_of(StrategyOptions, "after"):
             raise ConfigError(
-                f"after={self.after!r} is not known: expected 'whole' (after a run every rank has the whole module) "
-                "or 'parts' (each rank keeps only the values of its stage)."
+                f"after={shortened(self.after)} is not known: expected 'whole' (after a run every rank has the whole "
+                "module) or 'parts' (each rank keeps only the values of its stage)."
             )
+        super().__post_init__()

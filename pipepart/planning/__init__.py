@@ -25,7 +25,6 @@ from pipepart.planning.request import (
     PlanOptions,
     PlanRequest,
     auto_microbatches,
-    check_request,
     neighbouring_counts,
 )
 from pipepart.planning.search import search
@@ -41,7 +40,6 @@ __all__ = [
     "StageMemory",
     "Traffic",
     "auto_microbatches",
-    "check_request",
     "describe",
     "format_bytes",
     "format_seconds",

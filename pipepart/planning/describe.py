@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from pipepart.planning.chunks import StageMemory
 from pipepart.planning.plan import Plan
+from pipepart.values import printable
 
-__all__ = ["describe", "describe_memory", "format_bytes", "format_seconds", "printable"]
+__all__ = ["describe", "describe_memory", "format_bytes", "format_seconds"]
 
 
 def format_bytes(count: float) -> str:
@@ -61,7 +62,7 @@ def describe(plan: Plan) -> str:
         return "  ".join(cells).rstrip()
 
     table = [line(head), line(["-" * w for w in widths]), *map(line, rows)]
-    return "\n".join([*table, "", *_summary(plan)])
+    return printable("\n".join([*table, "", *_summary(plan)]), keep="\n")
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -157,11 +158,6 @@ def _limits(plan: Plan) -> str:
         f"filling and draining the pipeline: stage {slowest} is busy for {busy[slowest] / step:.0%} of the step; "
         "more micro-batches would shorten it"
     )
-
-
-def printable(text: str) -> str:
-    """Return a text without control characters, which would change a terminal or break an SVG file."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _short(path: str, width: int = 28) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pipepart.cost.cluster import Cluster
 from pipepart.errors import PlanError, ScheduleError, did_you_mean
 from pipepart.partition import Link
 from pipepart.planning.layout import BY_PROCESSOR, LOCAL_LINK, Handling, Layout
 from pipepart.schedule import SCHEDULES, read_csv
+from pipepart.values import Count, Range, check_fields, shortened
 
 __all__ = [
     "PER_STAGE",
@@ -23,7 +24,7 @@ __all__ = [
     "ScheduleName",
     "Shape",
     "auto_microbatches",
-    "check_request",
+    "check_schedule",
     "even_count",
     "neighbouring_counts",
     "schedule_choices",
@@ -88,19 +89,22 @@ class ScheduleChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options that decide the plan. ``"auto"`` leaves a choice to planning; invalid values are refused."""
+    """The options that decide the plan. ``"auto"`` leaves a choice to planning.
 
-    stages: int | Literal["auto"] = "auto"
+    The annotation of an option declares its type and its range. Options with an invalid value cannot be made.
+    """
+
+    stages: Count | Literal["auto"] = "auto"
     """Devices of one pipeline. ``auto``: all devices in one pipeline."""
-    replicas: int | Literal["auto"] = "auto"
+    replicas: Count | Literal["auto"] = "auto"
     """Whole pipelines, data parallel. ``auto``: as many as the devices allow."""
-    microbatches: int | Literal["auto"] = "auto"
+    microbatches: Count | Literal["auto"] = "auto"
     """Parts of a batch. ``auto``: 4 per stage, or another number that is measured to be clearly faster."""
     schedule: ScheduleName | str = "auto"
     """The name of a schedule or the path of a ``.csv`` file of actions. ``auto``: the shortest simulated step."""
-    chunks: int | Literal["auto"] = "auto"
+    chunks: Count | Literal["auto"] = "auto"
     """Chunks per stage."""
-    slack: int | Literal["auto"] = "auto"
+    slack: Annotated[int, Range(0, 65_536)] | Literal["auto"] = "auto"
     """Additional micro-batches that a stage may start before its first backward."""
     keep_together: Sequence[Sequence[str]] = ()
     """Groups of module paths that stay in one chunk each."""
@@ -108,11 +112,12 @@ class PlanOptions:
     """Module paths before which a cut lies. If the schedule has more chunks, the planner chooses the other cuts."""
     recompute: bool | Literal["auto"] = "auto"
     """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
-    memory_limit: float | None = None
+    memory_limit: Annotated[float, Range(0, 2**63, above=True)] | None = None
     """Bytes that one device may use. None: as much as it has."""
 
     def __post_init__(self) -> None:
-        check_request(self.schedule, self.microbatches, self.stages, self.recompute)
+        check_fields(self)
+        check_schedule(self.schedule)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -193,25 +198,17 @@ class PlanRequest(PlanOptions):
         return [limit] if self.cluster is None else [min(limit, kind.memory) for kind in self.cluster.devices]
 
 
-def check_request(
-    schedule: str, microbatches: int | str = "auto", stages: int | str = "auto", recompute: bool | str = "auto"
-) -> None:
-    """Refuse invalid values before anything is started."""
+def check_schedule(schedule: str) -> None:
+    """Refuse a schedule that does not exist, cannot train, or has a file that cannot be read."""
     if schedule.endswith(".csv"):
         read_csv(schedule)
-    elif schedule != "auto" and schedule not in TRAINING_SCHEDULES:
-        if schedule in SCHEDULES:
-            raise ScheduleError(
-                f"schedule {schedule!r} cannot train here; use one of: {', '.join(TRAINING_SCHEDULES)}, auto"
-            )
+    elif schedule in SCHEDULES and schedule not in TRAINING_SCHEDULES:
         raise ScheduleError(
-            f"schedule {schedule!r} is not known: {did_you_mean(schedule, (*TRAINING_SCHEDULES, 'auto'))}"
+            f"schedule {schedule!r} cannot train here; use one of: {', '.join(TRAINING_SCHEDULES)}, auto"
         )
-    for name, value in (("microbatches", microbatches), ("stages", stages)):
-        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise PlanError(f"{name} must be a whole number of at least 1 or 'auto', got {value!r}")
-    if recompute != "auto" and not isinstance(recompute, bool):
-        raise PlanError(f"recompute must be True, False or 'auto', got {recompute!r}")
+    elif schedule != "auto" and schedule not in SCHEDULES:
+        known = did_you_mean(schedule, (*TRAINING_SCHEDULES, "auto"))
+        raise ScheduleError(f"schedule {shortened(schedule)} is not known: {known}")
 
 
 def auto_microbatches(stages: int, batch_size: int) -> int:

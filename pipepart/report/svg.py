@@ -8,10 +8,11 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from pipepart.planning.chunks import ChunkPlan, Traffic
-from pipepart.planning.describe import format_bytes, format_seconds, printable
+from pipepart.planning.describe import format_bytes, format_seconds
 from pipepart.planning.plan import Plan
 from pipepart.report.timelines import flows, implied_receives
 from pipepart.schedule import COMPUTE, Timeline
+from pipepart.values import printable
 
 __all__ = ["static_svg", "write_svg"]
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import COMPUTE, Action, Schedule
 from pipepart.schedule.validate import compute_of, validate
+from pipepart.values import shortened
 
 __all__ = ["from_csv", "program_to_csv", "read_csv", "read_program", "to_csv", "write_csv", "write_program"]
 
-_CELL = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
+_CELL = re.compile(r"(\d{1,12})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,12})")
 _IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -35,7 +36,7 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
     found = _CELL.fullmatch(cell)
     if found is None:
         raise ScheduleError(
-            f"{where}: {cell!r} is no action; expected chunk, kind and micro-batch such as 2F0, 2B0, 2I0, 2W0, "
+            f"{where}: {shortened(cell)} is no action; expected chunk, kind and micro-batch such as 2F0, 2B0, 2I0, 2W0, "
             "2SEND_F0 or 3RECV_F0"
         )
     chunk, kind, k = int(found[1]), found[2], int(found[3])
@@ -48,19 +49,35 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
 
 
 def _parse(text: str, where: str) -> tuple[tuple[Action, ...], ...]:
-    rows = [row for row in csv.reader(text.splitlines()) if row]
+    try:
+        rows = [row for row in csv.reader(text.splitlines()) if row]
+    except csv.Error as error:
+        raise ScheduleError(f"{where} cannot be read: {error}") from error
     if not rows:
         raise ScheduleError(f"{where} is empty; expected one row of actions per stage")
-    return tuple(
+    parsed = tuple(
         tuple(action for c, cell in enumerate(row, 1) for action in _actions(cell, f"{where}, row {r}, cell {c}"))
         for r, row in enumerate(rows, 1)
     )
+    _check_numbers([action for actions in parsed for action in actions], where)
+    return parsed
+
+
+def _check_numbers(actions: Sequence[Action], where: str) -> None:
+    """Refuse chunks and micro-batches with numbers that the actions cannot fill, before tables of that size are made."""
+    chunk = max((action.chunk for action in actions), default=0)
+    microbatch = max((action.microbatch for action in actions), default=0)
+    if (chunk + 1) * (microbatch + 1) > 8 * len(actions) + 1024:
+        raise ScheduleError(
+            f"{where} names chunk {chunk} and micro-batch {microbatch}, which needs an action for each of "
+            f"{(chunk + 1) * (microbatch + 1)} pairs of them, but it has {len(actions)} actions; both are counted from 0"
+        )
 
 
 def _read(path: str | Path) -> str:
     try:
         return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ScheduleError(f"schedule file {str(path)!r} cannot be read: {error}") from error
 
 

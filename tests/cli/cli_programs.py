@@ -21,7 +21,6 @@ defaults:
   - override /data: spirals
   - override /optimizer: adam
 name: trouble
-allow: [trouble]
 model:
   _target_: trouble.Trouble
 """
@@ -97,5 +96,13 @@ def trouble_folder(folder: Path) -> Path:
 
 
 def train_trouble(folder: Path, what: str, steps: int) -> subprocess.Popen[str]:
-    words = ["train", "--config-dir", "conf", "recipe=trouble", "logger=none", f"trainer.max_steps={steps}"]
+    words = [
+        "train",
+        "--config-dir",
+        "conf",
+        "recipe=trouble",
+        "allow=[trouble]",
+        "logger=none",
+        f"trainer.max_steps={steps}",
+    ]
     return start(words, folder, TROUBLE=what, PYTHONPATH=path_with(folder))

@@ -115,9 +115,14 @@ def test_torchrun_on_two_machines(tmp_path: Path) -> None:
 def test_submitit_runs_every_job_on_its_own_tasks(tmp_path: Path) -> None:
     """What launcher=slurm does, with processes of this host: two jobs of two tasks; one fails, the other one does not."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    words = ["train", "-m", "--config-dir", "conf", "recipe=trouble", "launcher=submitit_local", "devices=2", *SHORT]
+    words = ["train", "-m", "--config-dir", "conf", "recipe=trouble", "allow=[trouble]", "launcher=submitit_local"]
     folder = trouble_folder(tmp_path)
-    process = start([*words, "strategy.schedule=gpipe,1f1b"], folder, TROUBLE="gpipe", PYTHONPATH=path_with(folder))
+    process = start(
+        [*words, "devices=2", *SHORT, "strategy.schedule=gpipe,1f1b"],
+        folder,
+        TROUBLE="gpipe",
+        PYTHONPATH=path_with(folder),
+    )
     said = end(process)
     assert process.returncode == 1, said
     rows = list(csv.DictReader(next(folder.glob("outputs/sweeps/*/*/summary.csv")).open()))

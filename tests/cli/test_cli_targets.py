@@ -8,9 +8,10 @@ from typing import Any, Literal
 import pytest
 
 from pipepart.cli.config import checked, compose_config, written
-from pipepart.cli.secrets import HIDDEN, redacted, redacted_override
-from pipepart.cli.targets import build, check_targets, fits, locate
+from pipepart.cli.targets import build, check_targets, locate
 from pipepart.errors import ConfigError
+from pipepart.secrets import HIDDEN, redacted, redacted_override
+from pipepart.values import fits
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,14 @@ from pipepart.errors import ConfigError
         "recipes.mlp.__builtins__.exec",
         "recipes.optimizers.torch.optim.sgd.torch.load",
         "recipesx.evil",
+        "functools.partial",
+        "hydra.utils.instantiate",
+        "lightning.pytorch.cli.LightningCLI",
+        "lightning.pytorch.Trainer",
+        "recipes.gpt.GPTModule.load_from_checkpoint",
+        "recipes.mlp.MLPModule.forward",
+        "recipes.optimizers.optimized",
+        "pipepart.cli.fit.fit",
         "",
         None,
     ],

@@ -62,7 +62,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("pipepart.cli.verify_command.start_ranks", start)
+    monkeypatch.setattr("pipepart.cli.dry_runs.start_ranks", start)
 
 
 def test_wrong_requests_are_told_before_a_process_starts(

@@ -7,7 +7,8 @@ import inspect
 import lightning as L
 import pytest
 
-from pipepart.cli.config import checked, compose_config, conf_folder, group_options, groups
+from pipepart.cli.config import checked, compose_config
+from pipepart.cli.groups import conf_folder, group_options, groups
 from pipepart.cli.schema import StrategyConfig, TrainerConfig, schema_of
 from pipepart.cli.train import check_run, resolve_devices
 from pipepart.errors import ConfigError, PipepartError

@@ -14,11 +14,11 @@ from pipepart.cost import OpCosts
 from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind, Node
 from pipepart.errors import PlanError, ScheduleError
 from pipepart.graph import OpGraph
-from pipepart.planning import Layout, Plan, PlanRequest, auto_microbatches, check_request, search
+from pipepart.planning import Layout, Plan, PlanRequest, auto_microbatches, search
 from pipepart.planning.layout import Handling
 from pipepart.planning.memory import ParameterSize
 from pipepart.planning.pricing import Pricing
-from pipepart.planning.request import MicrobatchCount, Shape, schedule_choices
+from pipepart.planning.request import MicrobatchCount, PlanOptions, Shape, schedule_choices
 from pipepart.planning.splits import Case, Mover
 from pipepart.schedule import step_time, validate
 
@@ -203,11 +203,11 @@ def test_costs_of_another_graph_are_refused() -> None:
 
 def test_requests_are_checked_before_anything_is_measured() -> None:
     with pytest.raises(ScheduleError, match="did you mean '1f1b'"):
-        check_request("1f1")
+        PlanOptions(schedule="1f1")
     with pytest.raises(PlanError, match="microbatches"):
-        check_request("auto", microbatches=0)
+        PlanOptions(microbatches=0)
     with pytest.raises(PlanError, match="recompute"):
-        check_request("auto", recompute="full")
+        PlanOptions(recompute="full")
     assert auto_microbatches(1, 32) == 1
     assert auto_microbatches(4, 8) == 8
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from support.ranks import run_ranks
 
-from pipepart.cli.config import checked, compose_config, group_options
+from pipepart.cli.config import checked, compose_config
+from pipepart.cli.groups import group_options
 
 SHORT = {  # steps, and what keeps a short run small
     "gpt": (12, ["model.depth=2", "model.width=32", "data.context=16", "data.characters=20000"]),

@@ -12,6 +12,7 @@ import torch
 
 from pipepart.errors import ConfigError, PlanError, did_you_mean
 from pipepart.recording.inputs import trees
+from pipepart.values import shortened
 
 __all__ = ["BatchDim", "Batching", "batching_of", "check_batch_dim", "first_in_result", "leaf_name"]
 
@@ -65,8 +66,8 @@ def check_batch_dim(batch_dim: Any) -> None:
         or (isinstance(batch_dim, Mapping) and not all(isinstance(k, str) for k in batch_dim))
     ):
         raise ConfigError(
-            f"batch_dim={batch_dim!r}: expected the dimension of the samples (0, 1, ...), or a mapping from the paths of "
-            "leaves to theirs, such as {'x': 1, 'class_weights': None}"
+            f"batch_dim={shortened(batch_dim)}: expected the dimension of the samples (0, 1, ...), or a mapping from the paths "
+            "of leaves to theirs, such as {'x': 1, 'class_weights': None}"
         )
 
 

@@ -1,10 +1,15 @@
-"""`pipepart plan`: the plan of a recipe or of any module, for this machine or for a cluster; no process is started."""
+"""`pipepart plan` and `pipepart verify`: the plan of a recipe or of any module, and its comparison with one process.
+
+Neither of them trains. `plan` starts no process.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,47 +20,54 @@ from torch import nn
 
 from pipepart.build import Example, Job, Recorded, Step, record_example
 from pipepart.cli.config import checked, compose_config
-from pipepart.cli.console import quiet_libraries, shown
-from pipepart.cli.train import resolve_devices
+from pipepart.cli.console import bold, quiet_libraries, shown
+from pipepart.cli.ranks import refuse_inside_job, start_ranks
+from pipepart.cli.train import SHORT, ready, resolve_devices
 from pipepart.cost.cluster import Cluster, cluster_from
 from pipepart.errors import ConfigError
 from pipepart.lightning.options import StrategyOptions
 from pipepart.options import Options
+from pipepart.pipeline import Pipeline
 from pipepart.planning import Plan
 from pipepart.planning.entry import Target, plan_for
 from pipepart.recording import Recording, record
 from pipepart.runtime import Mesh, fit_mesh
 
-__all__ = ["made_by", "plan"]
+__all__ = ["plan", "verify", "verify_here"]
 
 _HERE = torch.device("cpu")
 _DTYPES = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
 
 
 def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False, output: Path | None = None) -> int:
-    """Plan what the overrides describe, or `module:callable`; print the table or JSON, and write it if asked to."""
+    """Plan a recipe or a `module:callable`; print the plan as a table or as JSON, and write it to `output`."""
     quiet_libraries()
-    named = [word for word in words if ":" in word and "=" not in word]
-    overrides = [word for word in words if word not in named]
-    if len(named) > 1:
-        raise ConfigError(f"one module:callable at a time, got {' and '.join(named)}")
+    named, overrides = _divided(words)
     config = checked(compose_config(overrides, "plan", extra))
     options = StrategyOptions.among({**config["strategy"], "plan": None})  # this command makes one
     cluster = None if config["cluster"].get("measured") else cluster_from(config["cluster"])
-    found, notes = _made(config, options, cluster, named[0] if named else None)
+    found, notes = _made(config, options, cluster, named)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         found.save(output)
     if as_json:
         print(found.to_json())
         return 0
-    title = named[0] if named else f"recipe {config['name']}"
+    title = named or f"recipe {config['name']}"
     print(f"pipepart plan  {title} for {'this machine' if cluster is None else cluster.name}\n\n{found.describe()}")
     for note in notes:
         print(f"note       {note}")
     if output is not None:
         print(f"\nplan  {shown(output)}")
     return 0
+
+
+def _divided(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The `module:callable` among the words of a command line, and the overrides."""
+    named = [word for word in words if ":" in word and "=" not in word]
+    if len(named) > 1:
+        raise ConfigError(f"one module:callable at a time, got {' and '.join(named)}")
+    return named[0] if named else None, [word for word in words if word not in named]
 
 
 def _devices(config: dict[str, Any], cluster: Cluster | None) -> int:
@@ -69,9 +81,9 @@ def _devices(config: dict[str, Any], cluster: Cluster | None) -> int:
 def _made(
     config: dict[str, Any], options: Options, cluster: Cluster | None, named: str | None
 ) -> tuple[Plan, Sequence[str]]:
-    """The plan, and what there is to say of the recorded step."""
+    """The plan, and the notes of the recorded step."""
     devices = _devices(config, cluster)
-    mesh = fit_mesh(devices, options.stages, options.replicas)  # also refuses what cannot be
+    mesh = fit_mesh(devices, options.stages, options.replicas)  # refuses impossible meshes
     fixed = replace(options, stages=mesh.stages, replicas=mesh.replicas)
     step = _recipe_step(config, fixed, mesh) if named is None else _callable(named, fixed, mesh)
     precision = str(config["trainer"]["precision"])
@@ -91,7 +103,7 @@ class _Step:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     batch_size: int
-    """Of the whole batch that the arguments are a part of."""
+    """Samples of the whole batch; the arguments are one micro-batch of it."""
 
 
 def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
@@ -117,8 +129,8 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
     return _step(Job(module, options, mesh, None, _HERE), record_as_in_a_run, batch)
 
 
-def made_by(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """What the user has named on the command line: called, it gives the module and the arguments of one batch."""
+def _made_by(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The module and the arguments of one batch, from the callable that the command line names."""
     path, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -134,7 +146,7 @@ def made_by(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def _callable(name: str, options: Options, mesh: Mesh) -> _Step:
-    module, given = made_by(name)
+    module, given = _made_by(name)
 
     def recorded(found: Example) -> Recorded:
         return Recorded(record(module, *found.batch, batching=found.batching, others=found.others))
@@ -145,3 +157,32 @@ def _callable(name: str, options: Options, mesh: Mesh) -> _Step:
 def _step(job: Job, how: Callable[[Example], Recorded], batch: Any) -> _Step:
     example, recorded = record_example(job, Step("step", how, mode=job.root.train), batch)
     return _Step(recorded.recording, *job.arguments(example.batch), example.sizes.batch_size)
+
+
+def verify(words: Sequence[str], extra: Path | None = None) -> int:
+    """Compare one process with the pipeline, for a recipe or a `module:callable`, and print the table."""
+    refuse_inside_job("pipepart verify")
+    quiet_libraries()
+    named, overrides = _divided(words)
+    short = [*SHORT, "strategy.verify=true", "trainer.max_steps=0"]
+    config = checked(compose_config([*overrides, *short], extra=extra))
+    if int(config["launcher"]["nodes"]) > 1:
+        raise ConfigError("pipepart verify runs on one machine: use strategy.verify=true in a run on several")
+    ready(config)
+    title = named or f"recipe {config['name']}"
+    print(f"{bold('pipepart verify')}  {title}, {config['devices']} processes", flush=True)
+    if named:
+        _made_by(named)  # refuses a wrong name before any process is started
+    folder = Path(tempfile.mkdtemp(prefix="pipepart-verify-"))
+    start_ranks(config, folder, named)
+    shutil.rmtree(folder, ignore_errors=True)  # kept if it failed, for the tracebacks
+    return 0
+
+
+def verify_here(config: dict[str, Any], named: str) -> None:
+    """Run this process as one rank of `pipepart verify module:callable`."""
+    module, arguments = _made_by(named)
+    options = {name: config["strategy"][name] for name in Options.names() if name != "plan"}
+    pipe = Pipeline(module, arguments, **options)
+    if os.environ.get("RANK", "0") == "0":
+        print(pipe.plan.describe(), flush=True)
