@@ -27,7 +27,7 @@ __all__ = ["MOST", "Variants", "leaves_ahead"]
 MOST = 16
 """The number of recordings of one step that are kept."""
 _STEPS = 3 * MOST
-"""A run that needs `MOST` recordings within this number of steps is refused, since it would record all the time."""
+"""A run that needs `MOST` recordings within this number of steps is refused, since most of its steps would be recorded."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Variants:
     numbers: dict[str, Place] = field(default_factory=dict)
     """Places of the Python state whose numbers are inputs of the next recordings."""
     _fixed: set[str] = field(default_factory=set)
-    """Numbers that could not be recorded as inputs: a recording holds for one value of them."""
+    """Numbers that could not be recorded as inputs: a recording is valid for one value of each."""
     _new: set[str] = field(default_factory=set)
     _steps: int = 0
     _when: deque[int] = field(default_factory=lambda: deque(maxlen=MOST))

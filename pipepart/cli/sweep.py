@@ -114,7 +114,7 @@ class _GatedLoader:
         if group.startswith("hydra/"):
             known = ", ".join(self.loader.get_group_options(group))
             raise ConfigError(f"{group}={option}: there is no such {group}; known: {known}")
-        return False  # of the user's own folder: what it sets is held against the defaults
+        return False  # from the user's own folder: its values are compared with the defaults
 
 
 class _NoCallbacks:

@@ -43,7 +43,7 @@ def own_part(optimizer: Optimizer, states: dict[int, Any]) -> dict[int, Any]:
 
 
 def _without_values(state: Any) -> bool:
-    """Whether a state was made for a parameter of another stage. After the run that parameter may have its values again."""
+    """Whether a state was made for a parameter of another stage. After a run such a parameter can have values again."""
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in trees.leaves_of(state))
 
 

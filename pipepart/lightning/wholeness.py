@@ -126,7 +126,7 @@ class Wholeness:
         return f"pipepart/ended/{self._runs}/{rank}"
 
     def _wait_for_all(self) -> None:
-        """Wait until the run has ended well on every rank. A rank that failed is not waited for: that is an error."""
+        """Wait until the run has ended well on every rank. If a rank has failed, raise an error at once."""
         assert self._ranks.groups is not None
         self.vote("well")
         own, timeout = self._ranks.groups.rank, self._ranks.timeout

@@ -68,7 +68,7 @@ class GraphView:
             return view
         if costs.names != view.name:
             raise PlanError(
-                f"the costs belong to another graph: {len(costs)} ops against {len(view)}, or other names. "
+                f"the costs belong to another graph: they have {len(costs)} ops, the graph has {len(view)}, or names differ. "
                 "Give the costs that the plan was made with."
             )
         return replace(
