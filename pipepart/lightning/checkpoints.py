@@ -23,21 +23,22 @@ __all__ = ["Checkpoints"]
 class Checkpoints:
     """Saves and loads checkpoints. All ranks must call each method together."""
 
-    def __init__(self, ranks: Ranks, sharded: bool) -> None:
+    def __init__(self, ranks: Ranks, sharded: Callable[[], bool]) -> None:
+        """`sharded` returns whether each stage writes its own part. It is asked for each checkpoint."""
         self._ranks, self._sharded = ranks, sharded
 
     def model_state(self, runtime: StageRuntime) -> dict[str, Any]:
-        return runtime.parts.own_state_dict() if self._sharded else runtime.parts.full_state_dict()
+        return runtime.parts.own_state_dict() if self._sharded() else runtime.parts.full_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return own_optimizer_state(plain) if self._sharded else full_optimizer_state(plain, runtime)
+        return own_optimizer_state(plain) if self._sharded() else full_optimizer_state(plain, runtime)
 
     def save(
         self, checkpoint: dict[str, Any], path: Any, runtime: StageRuntime, io: CheckpointIO, storage_options: Any
     ) -> None:
         """Write a checkpoint. If one rank cannot write, all ranks raise."""
-        if self._sharded:
+        if self._sharded():
             shards.save(checkpoint, path, runtime, self._together)
         else:
             self._on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))

@@ -110,8 +110,8 @@ class PipelineStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._layer_sync: Any = None  # set by the trainer for sync_batchnorm=True, which is refused
         self._ranks = Ranks(options, lambda: self.num_nodes * self.num_processes)
-        self._whole = Wholeness(self._ranks, after)
-        self._checkpoints = Checkpoints(self._ranks, sharded)
+        self._whole = Wholeness(self._ranks, lambda: self.after)
+        self._checkpoints = Checkpoints(self._ranks, lambda: self.sharded)
         self._patches = RunPatches()
         self._steps: RecordedSteps | None = None
         self._signals: Signals | None = None

@@ -86,7 +86,7 @@ def record_lightning_step(
     given = {"batch_idx": batch_idx}
     if dataloader_idx is not None:
         given["dataloader_idx"] = dataloader_idx
-    given.update({name: int(getattr(module, name, 0)) for name in _COUNTERS})
+    given.update({name: _counter(module, name) for name in _COUNTERS})
     method = getattr(type(module), step)
     names = list(inspect.signature(method).parameters)[1:]
 
@@ -107,6 +107,15 @@ def record_lightning_step(
             f"dict with one under 'loss'; got {recording.output_tree}"
         )
     return recording
+
+
+def _counter(module: nn.Module, name: str) -> int:
+    """The present value of a counter; 0 if the module has no such number, for example without a trainer."""
+    try:
+        value = getattr(module, name, 0)
+    except Exception:
+        return 0
+    return int(value) if isinstance(value, (int, float)) else 0
 
 
 def _has_step(module: nn.Module, name: str) -> bool:

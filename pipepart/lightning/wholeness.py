@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ def move_to_device(module: nn.Module, device: torch.device) -> None:
 class Wholeness:
     """The state of a module before, between and after runs: cut by a runtime, whole, or locked in parts."""
 
-    def __init__(self, ranks: Ranks, after: str) -> None:
+    def __init__(self, ranks: Ranks, after: Callable[[], str]) -> None:
+        """`after` returns the state of the module after a run, "whole" or "parts". It is asked when a run ends."""
         self._ranks, self._after = ranks, after
         self.runtime: StageRuntime | None = None
         """The runtime that has cut the module; None if there is no plan."""
@@ -106,7 +107,7 @@ class Wholeness:
         if module.trainer.state.status == TrainerStatus.INTERRUPTED:
             runtime.parts.lock("the run was interrupted")
             return
-        if empty or self._after == "parts":
+        if empty or self._after() == "parts":
             runtime.parts.lock("it was built on the meta device" if empty else "after='parts' was asked for")
             return
         self._wait_for_all()

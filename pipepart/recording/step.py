@@ -1,11 +1,13 @@
 """Record a step: a call that takes one batch and some named numbers, and may produce extra outputs.
 
-Frameworks whose modules have steps register how these are recorded. This room knows only batches, numbers and results.
+Frameworks whose modules have steps register how these are recorded. This room knows only batches, numbers and results, and
+the names of the packages whose modules have steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch.nn as nn
@@ -24,6 +26,8 @@ StepRecorder = Callable[..., Recording]
 """Called as ``record(module, step, batch, batch_idx=, batching=, others=)``."""
 
 _recorders: list[tuple[Callable[[nn.Module, str], bool], StepRecorder]] = []
+_FRAMEWORKS = {"lightning": "pipepart.lightning", "pytorch_lightning": "pipepart.lightning"}
+"""Packages of base classes of modules with steps, and the package that registers these steps when it is imported."""
 
 
 def register_steps(has_step: Callable[[nn.Module, str], bool], record: StepRecorder) -> None:
@@ -33,6 +37,8 @@ def register_steps(has_step: Callable[[nn.Module, str], bool], record: StepRecor
 
 def step_recorder(module: nn.Module, name: str) -> StepRecorder | None:
     """The registered function that records the method `name` of a module; None if it is not a step."""
+    for package in {kind.__module__.partition(".")[0] for kind in type(module).__mro__} & _FRAMEWORKS.keys():
+        import_module(_FRAMEWORKS[package])
     return next((record for has_step, record in _recorders if has_step(module, name)), None)
 
 

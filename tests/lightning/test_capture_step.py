@@ -1,5 +1,8 @@
 """Whole steps of a LightningModule: batches of every shape, counters, logs, metrics, and what is refused."""
 
+import subprocess
+import sys
+
 import lightning as L
 import pytest
 import torch
@@ -310,3 +313,46 @@ def test_manual_optimization_is_refused():
 
     with pytest.raises(CaptureError, match="automatic_optimization"):
         record_lightning_step(refused(appends, manual), "training_step", pair(6))
+
+
+OTHER_NAMESPACE = """
+import sys
+import pytorch_lightning
+import torch
+import pipepart
+
+class Model(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean() * (1 + self.global_step)
+        self.log("loss", loss)
+        return loss
+
+assert "lightning.pytorch" not in sys.modules
+recording = pipepart.capture(Model().training_step, (torch.randn(6, 8), 0)).train
+print(recording.step, [spec.name for spec in recording.inputs], [extra.name for extra in recording.extras])
+"""
+
+
+def test_a_step_of_the_other_namespace_is_captured_as_a_step():
+    """`pytorch_lightning` is a package of its own: nothing has imported the strategy when its step is captured."""
+    pytest.importorskip("pytorch_lightning")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", OTHER_NAMESPACE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "training_step ['batch', 'batch_idx', 'global_step', 'current_epoch'] ['loss']\n"
+
+
+def test_a_counter_that_is_no_number_counts_as_zero():
+    class Counts(Base):
+        @property
+        def global_step(self):
+            raise RuntimeError("no trainer")
+
+        def training_step(self, batch):
+            return self.loss(self(batch[0]), batch[1]) * (1 + self.current_epoch)
+
+    recording = record_lightning_step(Counts(), "training_step", pair(6))
+    assert recording.flatten((pair(6),), {"current_epoch": 2})[2:] == [0, 0, 2]

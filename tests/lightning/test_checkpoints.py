@@ -90,6 +90,19 @@ def _sharded(shape: str, folder: str) -> list[Any]:
     return [first, again, resumed]
 
 
+def test_the_kind_of_checkpoint_can_be_changed_after_a_run(tmp_path) -> None:
+    """`strategy.sharded` counts at the time of the checkpoint, as `WeightEMA` reads it."""
+    module, train, _ = build("gpt")
+    options = {**QUIET, "default_root_dir": tmp_path, "limit_val_batches": 0, "max_steps": 1}
+    trainer = L.Trainer(strategy=PipelineStrategy(stages=1, microbatches=3), devices=1, **options)
+    trainer.fit(module, train)
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    trainer.strategy.sharded = True
+    trainer.save_checkpoint(tmp_path / "shards.ckpt")
+    assert (tmp_path / "plain.ckpt").is_file()
+    assert sharded.is_sharded(tmp_path / "shards.ckpt")
+
+
 @pytest.mark.slow
 def test_sharded_checkpoint_resumes_at_another_shape_and_becomes_plain(tmp_path) -> None:
     *_, resumed = _on("2x1", _sharded, str(tmp_path))
