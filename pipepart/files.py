@@ -9,9 +9,10 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,7 +20,19 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 from pipepart.errors import PipepartError, PlanError, did_you_mean
 
-__all__ = ["MOST_WHOLE", "Field", "keep_json", "load_json", "load_yaml", "parse_json", "read_text", "write_whole"]
+__all__ = [
+    "MOST_WHOLE",
+    "Field",
+    "keep_json",
+    "load_json",
+    "load_yaml",
+    "may_fail",
+    "parse_json",
+    "read_text",
+    "write_whole",
+]
+
+_log = logging.getLogger("pipepart")
 
 MOST_WHOLE = 2**53
 """The largest whole number that a file may hold: the largest that JSON readers agree on."""
@@ -112,6 +125,18 @@ def write_whole(path: str | Path, text: str, sync: bool = False) -> None:
             with suppress(OSError):
                 beside.unlink()
         raise
+
+
+@contextmanager
+def may_fail(what: str) -> Iterator[None]:
+    """Replace an error inside by one warning: the run does not depend on `what`, which is written here."""
+    try:
+        yield
+    except Exception as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+        _log.warning(
+            f"pipepart: {what} could not be written: {reason}. Training and checkpoints are not affected by that."
+        )
 
 
 def keep_json(path: Path, data: Any) -> None:

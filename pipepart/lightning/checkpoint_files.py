@@ -211,8 +211,8 @@ def load_file(path: Path, weights_only: bool | None, map_location: Any = None) -
 
 def _named_in(text: str) -> str:
     """The sentence of torch's message that names the class, or its first line."""
-    found = re.search(r"WeightsUnpickler error: *(.*?)(?: was not| whose| by default|\n|$)", text)
-    return (found.group(1) if found and found.group(1) else text.splitlines()[0]).strip()
+    found = re.search(r"(?i)(?:unsupported|global)[^\n]*? ([\w]+(?:\.[\w]+)+)", text)
+    return found.group(0) if found else text.splitlines()[0]
 
 
 def safe_by_default(io: CheckpointIO | None) -> CheckpointIO:
