@@ -1,7 +1,8 @@
 """Files of plans, traces, graphs, costs and clusters: JSON and YAML with limits, and typed access to what they hold.
 
 A file may hold anything, so every value passes a `Field`, which refuses wrong types, NaN, negative and infinite numbers,
-and unknown or missing names. Each refusal is one sentence with the path and the field. Knows nothing of plans or models.
+and unknown or missing names. Each refusal is one sentence with the path and the field. Files are written whole or not at
+all. Knows nothing of plans or models.
 """
 
 from __future__ import annotations
