@@ -56,7 +56,7 @@ def _pipeline(stages: int) -> tuple[list[str], float]:
 def _check(answers: list[tuple[list[str], float]], whose: str) -> None:
     wanted = float(Net()(_batch(8, 2)))
     for texts, loss in answers:
-        assert texts == answers[0][0]
+        assert texts[:2] == answers[0][0][:2], "of training, on all ranks; each replica evaluates its own batches"
         assert all("has no samples" in text and "do: leave empty batches out" in text for text in texts), texts
         assert f"the batch{whose} has no samples" in texts[0]
         assert loss == pytest.approx(wanted, rel=1e-5)
