@@ -113,7 +113,9 @@ class _Unpickler(pickle.Unpickler):
 def _made(value: Any) -> Metadata:
     """The objects of torch from the values of a file. ValueError: a value has a wrong type."""
     top = _fields(value, "Metadata")
-    tensors = {_text(name): _tensor(name, entry) for name, entry in _dict(top.get("state_dict_metadata")).items()}
+    tensors: dict[str, Any] = {
+        _text(name): _tensor(name, entry) for name, entry in _dict(top.get("state_dict_metadata")).items()
+    }
     stored = {_place(key): _storage(entry) for key, entry in _dict(top.get("storage_data")).items()}
     version = top.get("version")
     return Metadata(tensors, storage_data=stored, version=None if version is None else _text(version))
