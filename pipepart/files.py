@@ -1,7 +1,8 @@
 """Files of plans, traces, graphs, costs and clusters: JSON and YAML with limits, and typed access to what they hold.
 
 A file may hold anything, so every value passes a `Field`, which refuses wrong types, NaN, negative and infinite numbers,
-and unknown or missing names. Each refusal is one sentence with the path and the field. Knows nothing of plans or models.
+and unknown or missing names. Each refusal is one sentence with the path and the field. Files are written whole or not at
+all. Knows nothing of plans or models.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,7 +21,19 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 from pipepart.errors import PipepartError, PlanError, did_you_mean
 
-__all__ = ["MOST_WHOLE", "Field", "keep_json", "load_json", "load_yaml", "parse_json", "read_text"]
+__all__ = [
+    "MOST_WHOLE",
+    "Field",
+    "keep_json",
+    "load_json",
+    "load_yaml",
+    "may_fail",
+    "parse_json",
+    "read_text",
+    "write_whole",
+]
+
+_log = logging.getLogger("pipepart")
 
 MOST_WHOLE = 2**53
 """The largest whole number that a file may hold: the largest that JSON readers agree on."""
@@ -89,16 +103,48 @@ def load_yaml(path: str | Path, error: type[PipepartError] = PlanError) -> Field
         raise error(f"{str(path)!r} is not usable YAML; expected a mapping") from problem
 
 
-def keep_json(path: Path, data: Any) -> None:
-    """Write a file of a cache, whole or not at all. A cache that cannot be written costs time, not the run."""
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
+def write_whole(path: str | Path, text: str, sync: bool = False) -> None:
+    """Write a text file whole or not at all: beside its place, and renamed when it is complete.
+
+    A file that was there before stays if the new one cannot be written. `sync` waits until the text is on the disk.
+    """
+    target = Path(os.path.realpath(path))
+    regular = target.is_file() or not target.exists()  # others, such as /dev/stdout, are written to directly
+    beside = target.with_name(f"{target.name}.{os.getpid()}.part") if regular else target
     try:
+        if regular:
+            beside.unlink(missing_ok=True)
+        with open(beside, "x" if regular else "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        if regular:
+            os.replace(beside, target)
+    except BaseException:
+        if regular:
+            with suppress(OSError):
+                beside.unlink()
+        raise
+
+
+@contextmanager
+def may_fail(what: str) -> Iterator[None]:
+    """Replace an error inside by one warning: the run does not depend on `what`, which is written here."""
+    try:
+        yield
+    except Exception as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+        _log.warning(
+            f"pipepart: {what} could not be written: {reason}. Training and checkpoints are not affected by that."
+        )
+
+
+def keep_json(path: Path, data: Any) -> None:
+    """Write a file of a cache. A cache that cannot be written costs time, not the run."""
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(data) + "\n")
-        os.replace(beside, path)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink()
+        write_whole(path, json.dumps(data) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from pipepart.cost.cluster import load_cluster
 from pipepart.cost.given import read_graph
 from pipepart.cost.op_costs import OpCosts, read_costs, write_costs
 from pipepart.errors import ConfigError, PipepartError, PlanError
-from pipepart.files import keep_json, load_json, load_yaml
+from pipepart.files import keep_json, load_json, load_yaml, may_fail, write_whole
 from pipepart.planning import Plan
 from pipepart.report import load_graph, load_timeline, save_graph, save_timeline, view
 from pipepart.report.graph_view import GraphView
@@ -219,3 +220,34 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     keep_json(tmp_path / "fine.json", {"a": 1})
     assert load_json(tmp_path / "fine.json").value == {"a": 1}
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, link = tmp_path / "a.json", tmp_path / "link"
+    write_whole(path, "one", sync=True)
+    link.symlink_to(path)
+    write_whole(link, "two")
+    assert link.is_symlink()
+    assert path.read_text() == "two"
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "three \ud800")
+    assert path.read_text() == "two"
+    with pytest.raises(OSError, match="No space left"):
+        write_whole("/dev/full", "text")
+    write_whole("/dev/null", "text")
+    assert Path("/dev/null").is_char_device()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json", "link"]
+
+
+def test_a_write_that_may_fail_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("pipepart").addHandler(caplog.handler)
+    try:
+        with may_fail("report.html"):
+            write_whole("/dev/full", "text")
+        with may_fail("plan.json"):
+            raise ValueError("no plan")
+    finally:
+        logging.getLogger("pipepart").removeHandler(caplog.handler)
+    said = list(dict.fromkeys(record.getMessage() for record in caplog.records))
+    assert said[0].startswith("pipepart: report.html could not be written: No space left on device. ")
+    assert said[1].startswith("pipepart: plan.json could not be written: ValueError: no plan. ")

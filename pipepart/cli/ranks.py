@@ -188,9 +188,7 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
-    logs.mkdir(parents=True, exist_ok=True)
-    trace = clean("".join(traceback.format_exception(error)))
-    (logs / f"traceback-rank{rank}.txt").write_text(trace, encoding="utf-8", errors="backslashreplace")
+    """Write the reason of a failure for the parent, or print it if that is not possible (on a full disk)."""
     text = str(error) if isinstance(error, PipepartError) else f"{type(error).__name__}: {error}"
     reason = {
         "rank": rank,
@@ -200,7 +198,15 @@ def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
         "text": printable(clean(text), keep="\n\t"),
         "where": _where(error),
     }
-    (logs / f"failure-rank{rank}.json").write_text(json.dumps(reason))
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"failure-rank{rank}.json").write_text(json.dumps(reason))
+        trace = clean("".join(traceback.format_exception(error)))
+        (logs / f"traceback-rank{rank}.txt").write_text(trace, encoding="utf-8", errors="backslashreplace")
+    except OSError as full:
+        with suppress(OSError):
+            print(f"rank {rank} failed: {reason['text']}\n(its reason could not be written to {shown(logs)}: {full})",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
 
 def _where(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from pipepart.cli.console import bold, quiet_libraries, shown
 from pipepart.cli.ranks import already_started, join_started, run_as_rank, start_ranks
 from pipepart.cli.targets import build
 from pipepart.errors import ConfigError, PipepartError
+from pipepart.files import may_fail
 from pipepart.secrets import redacted_override, write_private
 from pipepart.values import COUNT, check_number
 
@@ -147,7 +148,7 @@ def prepare_folder(config: dict[str, Any], overrides: Sequence[str]) -> Path:
         raise ConfigError(f"output={given}: {error.strerror or error}; choose another folder") from error
     root = Path(given.parts[0]) if not given.is_absolute() and len(given.parts) > 1 else given.parent
     link = root / "latest"
-    with suppress(OSError):  # a file system without links
+    with may_fail(f"the link {shown(link)} to the folder of this run"):
         if link.is_symlink() or not link.exists():
             fresh = root / f".latest-{os.getpid()}"
             fresh.symlink_to(os.path.relpath(folder, root.absolute()))

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pipepart.errors import PipepartError, PlanError, did_you_mean
-from pipepart.files import parse_json, read_text
+from pipepart.files import parse_json, read_text, write_whole
 from pipepart.planning.chunks import ChunkPlan, StageMemory, Tie, Traffic, simulator_costs, simulator_edges
 from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Schedule, Timeline, from_csv, make_schedule, simulate
 
@@ -151,7 +151,7 @@ class Plan:
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        write_whole(path, self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipepart.cost import OpCosts
 from pipepart.errors import PlanError
-from pipepart.files import load_json
+from pipepart.files import load_json, write_whole
 
 __all__ = ["GraphView", "load_graph", "save_graph"]
 
@@ -126,7 +126,7 @@ def save_graph(path: str | Path, graph: Any, costs: OpCosts | None = None) -> Pa
     """Write the view of an `OpGraph`, with its costs if they are given, as JSON."""
     view = GraphView.of(graph, costs)
     data = {"pipepart": "graph", "version": VERSION, **vars(view)}
-    Path(path).write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    write_whole(path, json.dumps(data, separators=(",", ":")) + "\n")
     return Path(path)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipepart.cost import OpCosts
 from pipepart.errors import PlanError
-from pipepart.files import load_json
+from pipepart.files import load_json, write_whole
 from pipepart.planning.plan import Plan
 from pipepart.report.graph_view import GraphView, load_graph
 from pipepart.report.page import MemoryModel, make_payload, render_page
@@ -50,7 +50,7 @@ def write_report(
         memory=MemoryModel(optimizer_states, memory_limit),
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(render_page(payload), encoding="utf-8")
+    write_whole(target, render_page(payload))
     return target
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipepart.errors import PlanError
-from pipepart.files import Field, load_json
+from pipepart.files import Field, load_json, write_whole
 from pipepart.schedule import COMPUTE, Action, Edges, Event, Timeline
 
 __all__ = ["Flow", "flows", "implied_receives", "load_timeline", "pack", "save_timeline"]
@@ -59,7 +59,7 @@ def pack(timeline: Timeline, digits: int | None = None) -> dict[str, Any]:
 
 def save_timeline(path: str | Path, timeline: Timeline) -> Path:
     """Write a timeline as JSON, exactly."""
-    Path(path).write_text(json.dumps({"pipepart": "timeline", "version": VERSION, **pack(timeline)}) + "\n")
+    write_whole(path, json.dumps({"pipepart": "timeline", "version": VERSION, **pack(timeline)}) + "\n")
     return Path(path)
 
 
