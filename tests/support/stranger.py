@@ -43,7 +43,7 @@ def listeners(mark: str, also: str = "") -> tuple[list[Listener], list[bytes]]:
                 ports.append((family, address, int(port, 16)))
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split()
-        if len(fields) > 7 and fields[7].startswith("@") and f"socket:[{fields[6]}]" in own:
+        if len(fields) > 7 and fields[3] == "00010000" and fields[7].startswith("@") and f"socket:[{fields[6]}]" in own:
             names.append(b"\0" + fields[7][1:].encode())
     return ports, names
 
