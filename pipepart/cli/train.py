@@ -173,17 +173,15 @@ def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]
 
 def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> None:
     """Run this process as one rank of a job; all ranks use the folder of rank 0."""
-    import torch.distributed as dist
+    from pipepart.runtime.rendezvous import job_store, join_job
 
-    from pipepart.runtime.rendezvous import join_job
-
+    first = os.environ["RANK"] == "0"
     if int(os.environ["WORLD_SIZE"]) > 1:
         join_job(timedelta(seconds=float(config["launcher"]["wait"])))
-        box = [config["output"]]
-        dist.broadcast_object_list(box, 0)
-        config["output"] = box[0]
+        if first:
+            job_store().set("pipepart/output", str(config["output"]))
+        config["output"] = job_store().get("pipepart/output").decode()
     folder = Path(config["output"]).absolute()
-    first = os.environ["RANK"] == "0"
     if first:
         prepare_folder(config, overrides)
     run_as_rank(json.dumps(config), str(folder))

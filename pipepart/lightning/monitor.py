@@ -25,6 +25,7 @@ from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import measured_step, plan_figures, step_figures
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import exchange_objects
 from pipepart.runtime.microbatch import batch_size_of
 
 __all__ = ["PipelineMonitor"]
@@ -237,7 +238,5 @@ def _memory_by_stage(runtime: StageRuntime) -> list[float]:
     groups = runtime.groups
     if groups is None or groups.mesh.stages == 1:
         return [mine]
-    parts: list[Any] = [None] * groups.mesh.stages
     with guarded(groups):
-        dist.all_gather_object(parts, mine, group=groups.pipeline)
-    return parts
+        return exchange_objects(mine, groups, inside_replica=True)
