@@ -15,6 +15,7 @@ from pipepart.cli.console import bold, quiet_libraries, shown
 from pipepart.cli.ranks import already_started, join_started, run_as_rank, start_ranks
 from pipepart.cli.targets import build
 from pipepart.errors import ConfigError, PipepartError
+from pipepart.files import load_json
 from pipepart.secrets import redacted_override, write_private
 from pipepart.values import COUNT, check_number
 
@@ -192,8 +193,8 @@ def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> None:
 
 def read_result(folder: Path) -> dict[str, Any]:
     """The result that rank 0 has written, with its folder."""
-    with suppress(OSError, ValueError):
-        return {**json.loads((folder / "result.json").read_text()), "folder": str(folder)}
+    with suppress(PipepartError):
+        return {**load_json(folder / "result.json").entries(), "folder": str(folder)}
     return {"folder": str(folder)}
 
 

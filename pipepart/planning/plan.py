@@ -13,6 +13,7 @@ from pipepart.errors import PipepartError, PlanError, did_you_mean
 from pipepart.files import parse_json, read_text
 from pipepart.planning.chunks import ChunkPlan, StageMemory, Tie, Traffic, simulator_costs, simulator_edges
 from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Schedule, Timeline, from_csv, make_schedule, simulate
+from pipepart.values import Positive
 
 __all__ = ["VERSION", "Plan"]
 
@@ -32,9 +33,9 @@ class Plan:
     """Op -> chunk, in the order of `ops`."""
     placement: tuple[int, ...]
     """Chunk -> stage."""
-    replicas: int
-    microbatches: int
-    microbatch_size: int
+    replicas: Positive
+    microbatches: Positive
+    microbatch_size: Positive
     schedule: str
     slack: int
     chunks: tuple[ChunkPlan, ...]
@@ -201,10 +202,10 @@ def _check(plan: Plan) -> None:
         if found != expected:
             raise PlanError(f"{name} has {found} entries; expected {expected}")
     sizes = (plan.replicas, plan.microbatches, plan.microbatch_size)
-    if min(sizes) < 1 or plan.replicas * chunks > _MOST_RANKS or plan.microbatches * chunks > _MOST_FORWARDS:
+    if plan.replicas * chunks > _MOST_RANKS or plan.microbatches * chunks > _MOST_FORWARDS:
         raise PlanError(
-            f"replicas, microbatches and microbatch_size are {sizes} with {chunks} chunks; expected at least 1 of each, "
-            f"at most {_MOST_RANKS} replicas x chunks, and at most {_MOST_FORWARDS} micro-batches x chunks"
+            f"replicas, microbatches and microbatch_size are {sizes} with {chunks} chunks; expected at most "
+            f"{_MOST_RANKS} replicas x chunks, and at most {_MOST_FORWARDS} micro-batches x chunks"
         )
     if any(chunk >= chunks for chunk in plan.chunk_of):
         raise PlanError(f"chunk_of has an entry {max(plan.chunk_of)}; expected chunks below {chunks}")
