@@ -180,7 +180,7 @@ def _built(given: Mapping[str, Any], kind: Any, place: str) -> Any:
     hints = _hints(kind)
     for name in given:
         if name not in hints and not getattr(kind, "OPEN_ENDED", False):
-            known = did_you_mean(str(name)[:80], hints)
+            known = did_you_mean(str(name), hints)
             raise Misfit(place, given, "", f"unknown field {inside(place, str(name))!r}: {known}")
     for field in dataclasses.fields(kind):
         if field.name not in given and field.default is field.default_factory is dataclasses.MISSING:
@@ -233,7 +233,8 @@ def check_fields(options: Any) -> None:
 
     Fields of other types (a plan, a batch) are not checked.
     """
-    for name, annotation in _hints(type(options)).items():
+    kind: Any = type(options)
+    for name, annotation in _hints(kind).items():
         try:
             typed(getattr(options, name), annotation, name)
         except Misfit as problem:

@@ -90,7 +90,7 @@ def check_run(config: dict[str, Any]) -> None:
     from pipepart.runtime import fit_mesh
 
     strategy, launcher = config["strategy"], config["launcher"]
-    if strategy.get("plan") and not Path(strategy["plan"]).is_file():
+    if strategy.get("plan") and not os.path.isfile(strategy["plan"]):
         raise ConfigError(f"strategy.plan: there is no file {strategy['plan']!r}")
     options = StrategyOptions.among(strategy)
     if int(config["devices"]) > _MOST_PROCESSES:
@@ -100,7 +100,7 @@ def check_run(config: dict[str, Any]) -> None:
     _check_optimizer(config)
     _check_output(Path(config["output"]))
     resume = config["resume"]
-    if resume is not None and not Path(resume).is_file() and not is_sharded(resume):
+    if resume is not None and not os.path.isfile(resume) and not (os.path.isdir(resume) and is_sharded(resume)):
         raise ConfigError(
             f"resume: there is no checkpoint {resume!r}; expected a file or the folder of a sharded checkpoint"
         )

@@ -173,7 +173,7 @@ def _read_operator_json(path: str | Path) -> GivenGraph:
     seconds = [fast[name] if math.isfinite(fast[name]) else slow[name] for name in order]
     return GivenGraph(
         costs=OpCosts(
-            names=tuple(str(name) if nodes[name].name is None else nodes[name].name for name in order),
+            names=tuple(nodes[name].name or str(name) for name in order),
             forward=tuple(0.0 if back[name] else t for name, t in zip(order, seconds)),
             backward_input=tuple(t if back[name] else 0.0 for name, t in zip(order, seconds)),
             backward_weight=(0.0,) * len(order),
