@@ -20,9 +20,7 @@ from tools.bench.fuzz.parts import Part, special_files
 
 __all__ = ["Finding", "Outcome", "run", "run_part"]
 
-_LIMIT = 2.0
-"""Processor seconds of a case."""
-_PATIENCE = 60.0
+_PATIENCE = 300.0
 """Seconds of a case on a machine that is busy with other work; a case that waits for something ends here."""
 _MEMORY = 2 * 2**30
 """Bytes that all cases together may add to the memory of the process."""
@@ -79,7 +77,7 @@ def _watch(event: str, _: Any) -> None:
         raise Started(event)
 
 
-def _failure(run_: Callable[[Any], object], case: Any) -> tuple[str, BaseException | None]:
+def _failure(run_: Callable[[Any], object], case: Any, limit: float) -> tuple[str, BaseException | None]:
     """A name for the failure of a case, empty if it was taken or refused, and its error."""
     global _watching
 
@@ -89,7 +87,7 @@ def _failure(run_: Callable[[Any], object], case: Any) -> tuple[str, BaseExcepti
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, end)
     _watching = True
-    signal.setitimer(signal.ITIMER_PROF, _LIMIT)
+    signal.setitimer(signal.ITIMER_PROF, limit)
     signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
     try:
         run_(case)
@@ -114,7 +112,7 @@ def _note(outcome: Outcome, name: str, error: BaseException | None, case: Any, p
         return
     small = case
     if name != "TooLong":
-        small = shrunk(case, lambda smaller: _failure(part.run, smaller)[0] == name)
+        small = shrunk(case, lambda smaller: _failure(part.run, smaller, part.limit)[0] == name)
     trace = "".join(traceback.format_exception(error)[-4:])
     outcome.findings[name] = Finding(f"{name}: {error!s:.200}", small, trace)
 
@@ -130,7 +128,7 @@ def run_part(part: Part, cases: int, seed: int) -> Outcome:
     for case in range(cases):
         drawn = part.draw(random.Random(f"{seed} {part.name} {case}"))
         before = time.process_time()
-        name, error = _failure(part.run, drawn)
+        name, error = _failure(part.run, drawn, part.limit)
         outcome.slowest = max(outcome.slowest, time.process_time() - before)
         outcome.refused += error is not None and not name
         outcome.taken += error is None
@@ -152,7 +150,7 @@ def _run_special_files(part: Part, outcome: Outcome) -> None:
     for kind, put in special_files().items():
         file.unlink(missing_ok=True)
         put(file)
-        name, error = _failure(part.read, file)
+        name, error = _failure(part.read, file, part.limit)
         outcome.refused += error is not None and not name
         outcome.taken += error is None
         if name and error is not None:

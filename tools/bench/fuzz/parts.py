@@ -6,7 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,8 @@ class Part:
     file: Path | None = None
     """The file of a reader, which is written for each case."""
     read: Callable[[Path], object] | None = None
+    limit: float = 2.0
+    """Processor seconds of a case."""
 
 
 def _reader(name: str, weight: int, file: Path, document: Any, read: Callable[[Path], object]) -> Part:
@@ -202,7 +204,7 @@ def _option_parts(folder: Path) -> list[Part]:
         _options("PipelineStrategy", 10, [*StrategyOptions.names()], PipelineStrategy),
         _options("Options", 20, [*Options.names()], Options),
         _options("PlanOptions", 20, [*PlanOptions.names()], PlanOptions),
-        _options("plan()", 1, [*PlanOptions.names(), *target], planned),
+        replace(_options("plan()", 1, [*PlanOptions.names(), *target], planned), limit=120.0),  # a search may be long
         Part("pipepart train", 1, lambda draw: mutated(base, draw), check),
     ]
 
