@@ -265,7 +265,12 @@ class Pipeline:
     def _recording_for(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
         """Return the name of a recording that holds for the current Python state and, on the first stage, its leaves."""
         variants, flatten = self._variants[step], self._flattener(args, kwargs)
-        empty = empty_replica((args, dict(kwargs)), variants.names[0], self._runtime, all_replicas=step == "step")
+        empty = empty_replica(
+            (args, dict(kwargs)),
+            variants.names[0],
+            self._runtime,
+            all_replicas=step == "step" and not self._accumulating,
+        )
         name, leaves = variants.choose(flatten, self._runtime, strict=True, empty=empty)
         if name is None:
             self._add(variants, step)

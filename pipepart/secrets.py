@@ -26,6 +26,8 @@ _LAST = (
 """Ends of the last word of a secret name."""
 _WHOLE = ("pwd", "auth", "pat", "pass")
 """Last words of secret names."""
+_FOLDERS = ("PWD", "OLDPWD")
+"""Environment variables of the shell that hold folders."""
 _KEYS = (
     "api",
     "access",
@@ -87,7 +89,7 @@ def _hides(name: str, value: Any) -> bool:
 
 def _known() -> list[str]:
     """Values to hide wherever they appear, the longest first, as they are and as `repr` writes them."""
-    named = (value for name, value in os.environ.items() if is_secret(name))
+    named = (value for name, value in os.environ.items() if is_secret(name) and name not in _FOLDERS)
     values = {value.strip() for value in (*named, *_found)}
     return sorted({text for v in values if len(v) >= _LEAST for text in (v, repr(v)[1:-1])}, key=len, reverse=True)
 

@@ -14,11 +14,13 @@ import sys
 import time
 import traceback
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.errors import ConfigError, PipelineError, PipepartError
+from pipepart.files import load_json
 from pipepart.machine import usable_cores
 from pipepart.parent import end_with_parent, spawned_tied
 from pipepart.secrets import clean, clean_output, redacted
@@ -158,7 +160,7 @@ def run_as_task(config: dict[str, Any], folder: Path) -> str | None:
         _leave_reason(error, int(os.environ["RANK"]), logs)
         if int(os.environ["RANK"]) == 0 and _is_echo(error):
             time.sleep(_PATIENCE)  # the rank that failed first may still be writing its reason
-        return _reason_text(_reasons(logs)[0], logs)
+        return next((_reason_text(reason, logs) for reason in _reasons(logs)), str(error))
     return None
 
 
@@ -200,12 +202,24 @@ def _where(error: BaseException) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class _Reason:
+    """The fields of the file in which a rank leaves its reason."""
+
+    rank: int
+    when: float
+    echo: bool
+    known: bool
+    text: str
+    where: str
+
+
 def _reasons(logs: Path) -> list[dict[str, Any]]:
     """The reasons of the ranks that failed, in the order of time; those that only lost another rank come last."""
     found = []
     for file in logs.glob("failure-rank*.json"):
-        with suppress(OSError, ValueError):
-            found.append(json.loads(file.read_text()))
+        with suppress(PipepartError):  # it was written only in part
+            found.append(vars(load_json(file).read(_Reason)))
     return sorted(found, key=lambda reason: (reason["echo"], reason["when"]))
 
 

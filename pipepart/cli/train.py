@@ -15,7 +15,7 @@ from pipepart.cli.console import bold, quiet_libraries, shown
 from pipepart.cli.ranks import already_started, join_started, run_as_rank, start_ranks
 from pipepart.cli.targets import build
 from pipepart.errors import ConfigError, PipepartError
-from pipepart.files import may_fail
+from pipepart.files import load_json, may_fail
 from pipepart.secrets import redacted_override, write_private
 from pipepart.values import COUNT, check_number
 
@@ -90,7 +90,7 @@ def check_run(config: dict[str, Any]) -> None:
     from pipepart.runtime import fit_mesh
 
     strategy, launcher = config["strategy"], config["launcher"]
-    if strategy.get("plan") and not Path(strategy["plan"]).is_file():
+    if strategy.get("plan") and not os.path.isfile(strategy["plan"]):
         raise ConfigError(f"strategy.plan: there is no file {strategy['plan']!r}")
     options = StrategyOptions.among(strategy)
     if int(config["devices"]) > _MOST_PROCESSES:
@@ -100,7 +100,7 @@ def check_run(config: dict[str, Any]) -> None:
     _check_optimizer(config)
     _check_output(Path(config["output"]))
     resume = config["resume"]
-    if resume is not None and not Path(resume).is_file() and not is_sharded(resume):
+    if resume is not None and not os.path.isfile(resume) and not (os.path.isdir(resume) and is_sharded(resume)):
         raise ConfigError(
             f"resume: there is no checkpoint {resume!r}; expected a file or the folder of a sharded checkpoint"
         )
@@ -191,8 +191,8 @@ def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> None:
 
 def read_result(folder: Path) -> dict[str, Any]:
     """The result that rank 0 has written, with its folder."""
-    with suppress(OSError, ValueError):
-        return {**json.loads((folder / "result.json").read_text()), "folder": str(folder)}
+    with suppress(PipepartError):
+        return {**load_json(folder / "result.json").entries(), "folder": str(folder)}
     return {"folder": str(folder)}
 
 

@@ -131,7 +131,9 @@ class RecordedSteps:
         if step == "training_step" and _trainable(self._module) != self._trainable:
             variants.names = []  # a part was frozen or unfrozen (fine-tuning callbacks)
         known = variants.names[0] if variants.names else next(iter(self.effects))
-        empty = empty_replica(batch, known, self.runtime, all_replicas=step == "training_step")
+        # Replicas agree only on steps that reduce gradients: their windows may have different numbers of batches.
+        together = step == "training_step" and not self._module.trainer.fit_loop._should_accumulate()
+        empty = empty_replica(batch, known, self.runtime, all_replicas=together)
         for _ in range(2):
             if variants.names:
                 name, leaves = variants.choose(self._flatten(batch, batch_idx, loader), self.runtime, empty=empty)

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pipepart.files import MOST_WHOLE
 from pipepart.lightning.checkpoint_files import CheckpointError
+from pipepart.values import MOST_WHOLE
 
 __all__ = ["ShardReader"]
 

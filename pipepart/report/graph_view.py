@@ -6,6 +6,7 @@ It has a file, so that a run folder can be viewed without the model.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -132,7 +133,7 @@ def save_graph(path: str | Path, graph: Any, costs: OpCosts | None = None) -> Pa
 
 def load_graph(path: str | Path) -> GraphView:
     """Read a file of `save_graph`."""
-    if not Path(path).exists():
+    if not os.path.exists(path):
         raise PlanError(f"there is no graph at {str(path)!r}. Write one with save_graph(path, graph).")
     file = load_json(path)
     data = dict(file.entries())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class RunFiles:
 def locate(source: str | Path) -> RunFiles:
     """Find the files of a run, from its plan file, from a trace file beside the plan, or from its folder."""
     where = Path(source)
-    if not where.exists():
+    if not os.path.exists(where):
         raise PlanError(f"there is nothing at {str(source)!r}. Expected a plan file, a trace file or a run folder.")
     kind = "folder" if where.is_dir() else _kind_of(where)
     folder = where if where.is_dir() else where.parent

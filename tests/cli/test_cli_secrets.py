@@ -94,6 +94,14 @@ def test_values_that_were_found_by_name_are_hidden_everywhere(monkeypatch: pytes
     assert clean("a found-by-name b somebody-else c from-the-environment") == f"a {HIDDEN} b {HIDDEN} c {HIDDEN}"
 
 
+def test_the_folder_of_the_shell_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell keeps the working folder in PWD, which has the name of a password."""
+    monkeypatch.setenv("PWD", "/home/somebody/project")
+    monkeypatch.setenv("OLDPWD", "/home/somebody")
+    monkeypatch.setenv("DB_PWD", "correct horse")
+    assert clean("/home/somebody/project/outputs correct horse") == f"/home/somebody/project/outputs {HIDDEN}"
+
+
 def test_errors_do_not_echo_secrets(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
     monkeypatch.setenv("PLANTED_PASSWORD", "planted-in-the-environment")
     wrong = [
