@@ -99,3 +99,39 @@ def test_a_job_goes_on_under_attack(job: tuple[subprocess.Popen[str], str, str],
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert json.loads((tmp_path / "loss").read_text()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@only_root
+def test_the_command_goes_on_under_attack(tmp_path: Path) -> None:
+    """`pipepart train` on one host: from its start to its end, no process of it listens beyond loopback."""
+    mark = f"pipepart-test-{uuid.uuid4().hex}"
+    words = ["train", "recipe=mlp", "logger=csv", "trainer.max_steps=600", "trainer.limit_val_batches=1"]
+    with open(tmp_path / "said.txt", "w") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipepart.cli", *words, f"output={tmp_path / 'run'}"],
+            env=job_environment(PYTHONPATH=str(ROOT), PIPEPART_TEST_TOKEN=mark, WANDB_MODE="offline"),
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+        seen = set()
+        try:
+            deadline = time.monotonic() + 400
+            while process.poll() is None:
+                assert time.monotonic() < deadline
+                ports, names = listeners(mark)
+                fresh = [port for port in ports if port not in seen]
+                assert not any(speaks_store(port) for _, _, port in fresh)
+                attack(fresh, names)
+                seen.update(fresh)
+                time.sleep(0.05)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+                process.wait()
+    assert process.returncode == 0, (tmp_path / "said.txt").read_text()
+    assert {(family, address) for family, address, _ in seen} <= {("tcp", "0100007F")}, seen
+    assert list((tmp_path / "run").glob("checkpoints/*.ckpt"))
