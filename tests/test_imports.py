@@ -13,7 +13,6 @@ ORDER = [
     "values",
     "files",
     "machine",
-    "parent",
     "recording",
     "samples",
     "graph",

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipepart.files import write_whole
 from pipepart.report.timelines import flows, implied_receives
 from pipepart.schedule import Event, Timeline
 
@@ -32,7 +31,7 @@ def write_perfetto(
         measured = measured if measured.edges is not None else replace(measured, edges=timeline.edges)
         events += _trace_events(measured, label="measured", first_process=timeline.stages, first_flow=len(events))
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
-    write_whole(path, json.dumps(document) + "\n")
+    Path(path).write_text(json.dumps(document) + "\n")
     return Path(path)
 
 

@@ -1,1 +1,0 @@
-"""Mutated files and drawn options for every reader and every option: only a `PipepartError` may come out."""
