@@ -56,6 +56,6 @@ class ConfigError(PipepartError):
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """Return the end of an error message for an unknown name: the nearest known name, and all known names."""
     known = sorted(options)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(word[:80], known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}known: {', '.join(known)}"

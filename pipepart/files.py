@@ -1,29 +1,38 @@
 """Files of plans, traces, graphs, costs and clusters: JSON and YAML with limits, and typed access to what they hold.
 
-A file may hold anything, so every value passes a `Field`, which refuses wrong types, NaN, negative and infinite numbers,
-and unknown or missing names. Each refusal is one sentence with the path and the field. Knows nothing of plans or models.
+A file may hold anything, so every value passes `typed` of `pipepart.values`, which refuses wrong types, numbers outside
+of their ranges, and unknown or missing names. Each refusal is one sentence with the path and the field. Files are written
+whole or not at all. Knows nothing of plans or models.
 """
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import cache
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast
 
-from pipepart.errors import PipepartError, PlanError, did_you_mean
+from pipepart.errors import PipepartError, PlanError
+from pipepart.values import Misfit, inside, shortened, typed
 
-__all__ = ["MOST_WHOLE", "Field", "keep_json", "load_json", "load_yaml", "parse_json", "read_text"]
+__all__ = [
+    "Field",
+    "keep_json",
+    "load_json",
+    "load_yaml",
+    "may_fail",
+    "parse_json",
+    "read_text",
+    "write_whole",
+]
 
-MOST_WHOLE = 2**53
-"""The largest whole number that a file may hold: the largest that JSON readers agree on."""
-_MOST_NUMBER = 1e300
+_log = logging.getLogger("pipepart")
+
 _MOST_BYTES = 2**28
 _MOST_YAML_BYTES = 2**18
 """YAML is written by hand, and its parser is slow."""
@@ -34,25 +43,36 @@ _Kind = TypeVar("_Kind")
 
 
 def read_text(path: str | Path, error: type[PipepartError] = PlanError, most: int = _MOST_BYTES) -> str:
-    """Read the text of a regular file of at most so many bytes."""
+    """Read the text of a regular file of at most so many bytes. Other kinds of files, such as pipes, are not waited for."""
+    shown = shortened(str(path), 300)
     try:
-        if not Path(path).is_file() and Path(path).exists():
-            raise error(f"cannot read {str(path)!r}: expected a regular file")
-        with open(path, "rb") as file:
-            data = file.read(most + 1)
-        if len(data) > most:
-            raise error(f"cannot read {str(path)!r}: it has more than {most} bytes, which is the limit")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise error(f"cannot read {shown}: expected a regular file")
+            data = file.read(most + 1) if found.st_size <= most else b""
+        if found.st_size > most or len(data) > most:
+            raise error(f"cannot read {shown}: it has more than {most} bytes, which is the limit")
         return data.decode("utf-8")
     except OSError as problem:
-        raise error(f"cannot read {str(path)!r}: {problem.strerror}") from problem
+        reason = "expected a regular file" if isinstance(problem, IsADirectoryError) else problem.strerror
+        raise error(f"cannot read {shown}: {reason}") from problem
     except ValueError as problem:  # bytes that are not UTF-8, or a path with a null character
-        raise error(f"cannot read {str(path)!r}: {problem}") from problem
+        raise error(f"cannot read {shown}: {problem}") from problem
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {shortened(next(n for n in names if names.count(n) > 1))} is there twice")
+    return found
 
 
 def parse_json(text: str, name: str, error: type[PipepartError] = PlanError) -> Field:
-    """Parse a JSON document; `name` is its name in errors."""
+    """Parse a JSON document; `name` is its name in errors. A field that is there twice is refused."""
     try:
-        return Field(json.loads(text), name, error=error)
+        return Field(json.loads(text, object_pairs_hook=_object), name, error=error)
     except RecursionError as problem:
         raise error(f"{name} is not usable JSON: it is nested too deeply") from problem
     except ValueError as problem:
@@ -89,16 +109,48 @@ def load_yaml(path: str | Path, error: type[PipepartError] = PlanError) -> Field
         raise error(f"{str(path)!r} is not usable YAML; expected a mapping") from problem
 
 
-def keep_json(path: Path, data: Any) -> None:
-    """Write a file of a cache, whole or not at all. A cache that cannot be written costs time, not the run."""
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
+def write_whole(path: str | Path, text: str, sync: bool = False) -> None:
+    """Write a text file whole or not at all: beside its place, and renamed when it is complete.
+
+    A file that was there before stays if the new one cannot be written. `sync` waits until the text is on the disk.
+    """
+    target = Path(os.path.realpath(path))
+    regular = target.is_file() or not target.exists()  # others, such as /dev/stdout, are written to directly
+    beside = target.with_name(f"{target.name}.{os.getpid()}.part") if regular else target
     try:
+        if regular:
+            beside.unlink(missing_ok=True)
+        with open(beside, "x" if regular else "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        if regular:
+            os.replace(beside, target)
+    except BaseException:
+        if regular:
+            with suppress(OSError):
+                beside.unlink()
+        raise
+
+
+@contextmanager
+def may_fail(what: str) -> Iterator[None]:
+    """Replace an error inside by one warning: the run does not depend on `what`, which is written here."""
+    try:
+        yield
+    except Exception as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+        _log.warning(
+            f"pipepart: {what} could not be written: {reason}. Training and checkpoints are not affected by that."
+        )
+
+
+def keep_json(path: Path, data: Any) -> None:
+    """Write a file of a cache. A cache that cannot be written costs time, not the run."""
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(data) + "\n")
-        os.replace(beside, path)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink()
+        write_whole(path, json.dumps(data) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,103 +164,32 @@ class Field:
 
     def refused(self, expected: str) -> PipepartError:
         """Make the error for a value that is not the expected one."""
-        held = self.value if isinstance(self.value, (dict, list)) else ()
-        shown = f"a {type(held).__name__} of {len(held)} entries" if held else repr(self.value)[:80]
-        where = f"{self.path}: {self.place}" if self.place else self.path
-        return self.error(f"{where} is {shown}; expected {expected}")
+        return self._refusal(Misfit(self.place, self.value, expected))
+
+    def _refusal(self, problem: Misfit) -> PipepartError:
+        if problem.sentence:
+            return self.error(f"{self.path}: {problem.sentence}")
+        held = problem.value if isinstance(problem.value, (dict, list)) else ()
+        shown = f"a {type(held).__name__} of {len(held)} entries" if held else shortened(problem.value)
+        where = f"{self.path}: {problem.place}" if problem.place else self.path
+        return self.error(f"{where} is {shown}; expected {problem.expected}")
 
     def at(self, key: str | int) -> Field:
         """Return the entry of an object by its name, or of a list by its number."""
-        place = f"{self.place}[{key}]" if isinstance(key, int) else f"{self.place}.{key}".lstrip(".")
+        place = inside(self.place, key)
         if isinstance(key, str) and key not in self.entries():
-            raise self.error(f"{self.path} has no field {place!r}")
+            raise self.error(f"{self.path}: there is no field {place!r}")
         return dataclasses.replace(self, value=self.value[key], place=place)
 
     def entries(self) -> Mapping[str, Any]:
         """Return the object that this value is."""
-        if not isinstance(self.value, collections.abc.Mapping) or not all(isinstance(key, str) for key in self.value):
-            raise self.refused("an object with named fields")
-        return self.value
-
-    def whole(self, least: int = 0, most: int = MOST_WHOLE) -> int:
-        """Return a whole number in a range."""
-        if type(self.value) is not int or not least <= self.value <= most:
-            raise self.refused(f"a whole number from {least} to {most}")
-        return self.value
+        return self.read(Mapping[str, Any])  # type: ignore[type-abstract]
 
     def read(self, kind: type[_Kind]) -> _Kind:
-        """Return the value as a dataclass, a tuple, a mapping or a plain value of this type.
-
-        Numbers must be finite and not negative. Objects become dataclasses, lists become tuples; a field that has a
-        default may be missing, and a field that the dataclass does not have is refused.
-        """
-        return cast(_Kind, self._read(kind))
-
-    def _read(self, kind: Any) -> Any:
-        origin, parts = get_origin(kind), get_args(kind)
-        if kind in _PLAIN:
-            plain = _PLAIN[kind]
-            if not plain.accepts(self.value):
-                raise self.refused(plain.expected)
-            return self.value
-        if origin in (Union, UnionType):  # a type or None
-            return None if self.value is None else self._read(next(part for part in parts if part is not NoneType))
-        if origin is tuple:
-            return self._list(parts)
-        if origin in (dict, collections.abc.Mapping):
-            return {name: self.at(name)._read(parts[1]) for name in self.entries()}
-        return self._dataclass(kind)
-
-    def _list(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not isinstance(self.value, (list, tuple)):
-            raise self.refused("a list")
-        if parts[-1] is not Ellipsis:
-            if len(self.value) != len(parts):
-                raise self.refused(f"a list of {len(parts)} entries")
-            return tuple(self.at(index)._read(part) for index, part in enumerate(parts))
-        plain = _PLAIN.get(parts[0])
-        if plain is not None and all(map(plain.accepts, self.value)):  # long columns need no field for each entry
-            return tuple(self.value)
-        return tuple(self.at(index)._read(parts[0]) for index in range(len(self.value)))
-
-    def _dataclass(self, kind: Any) -> Any:
-        hints, given = _hints(kind), self.entries()
-        for name in given:
-            if name not in hints:
-                raise self.error(f"{self.path}: unknown field {self.at(name).place!r}: {did_you_mean(name, hints)}")
-        needed = {field.name for field in dataclasses.fields(kind) if _is_needed(field)}
-        values = {name: self.at(name)._read(hints[name]) for name in hints if name in given or name in needed}
+        """Return the value as a dataclass, a tuple, a mapping or a plain value of this type (see `typed`)."""
         try:
-            return kind(**values)
-        except PipepartError as problem:
+            return cast(_Kind, typed(self.value, kind, self.place, file=True))
+        except Misfit as problem:
+            raise self._refusal(problem) from None
+        except PipepartError as problem:  # of a dataclass
             raise self.error(f"{self.path}: {problem}") from problem
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plain:
-    """A plain type: its test, and its description in errors."""
-
-    accepts: Callable[[Any], bool]
-    expected: str
-
-
-_PLAIN: dict[Any, _Plain] = {
-    bool: _Plain(lambda value: isinstance(value, bool), "true or false"),
-    str: _Plain(lambda value: isinstance(value, str), "a text"),
-    int: _Plain(
-        lambda value: type(value) is int and 0 <= value <= MOST_WHOLE, f"a whole number from 0 to {MOST_WHOLE}"
-    ),
-    float: _Plain(
-        lambda value: type(value) in (int, float) and 0 <= value <= _MOST_NUMBER, f"a number from 0 to {_MOST_NUMBER:g}"
-    ),
-}
-
-
-def _is_needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}

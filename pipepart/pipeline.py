@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.build import Example, Job, Recorded, Step, add_step, build
 from pipepart.build.batch_verdict import SamplesMeet
-from pipepart.build.step_variants import Variants, leaves_ahead
+from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
 from pipepart.build.verification import verification
 from pipepart.errors import PlanError
 from pipepart.options import Options
@@ -265,7 +265,13 @@ class Pipeline:
     def _recording_for(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
         """Return the name of a recording that holds for the current Python state and, on the first stage, its leaves."""
         variants, flatten = self._variants[step], self._flattener(args, kwargs)
-        name, leaves = variants.choose(flatten, self._runtime, strict=True)
+        empty = empty_replica(
+            (args, dict(kwargs)),
+            variants.names[0],
+            self._runtime,
+            all_replicas=step == "step" and not self._accumulating,
+        )
+        name, leaves = variants.choose(flatten, self._runtime, strict=True, empty=empty)
         if name is None:
             self._add(variants, step)
             name, leaves = variants.choose(flatten, self._runtime, strict=True)

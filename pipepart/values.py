@@ -1,4 +1,7 @@
-"""Values from users: their types, their ranges, and their safe form in messages, tables and pictures."""
+"""Values from users: their types, their ranges, and their safe form in messages, tables and pictures.
+
+`typed` is the only code that holds a value against an annotation, for options, for configurations and for files.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,17 @@ import math
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import cache
+from typing import Annotated, Any, Literal
 
 from pipepart.errors import ConfigError, PlanError, did_you_mean
 
 __all__ = [
-    "COUNT",
-    "SECONDS",
-    "Count",
-    "Range",
-    "Seconds",
-    "check_fields",
-    "check_number",
-    "fits",
-    "printable",
-    "shortened",
-]
+    "COUNT", "MOST_WHOLE", "SECONDS", "Count", "Misfit", "Positive", "Range", "Seconds", "check_fields", "check_number", "fits",
+    "inside", "printable", "shortened", "typed",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,10 @@ COUNT = Range(1, 65_536)
 """Numbers of devices, stages, replicas, micro-batches and chunks."""
 SECONDS = Range(0, 10_000_000, above=True)
 """Time limits."""
+MOST_WHOLE = 2**53
+"""The largest whole number that a file may hold: the largest that JSON readers agree on."""
 Count = Annotated[int, COUNT]
+Positive = Annotated[int, Range(1, MOST_WHOLE)]
 Seconds = Annotated[float, SECONDS]
 
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
@@ -78,55 +77,155 @@ def _is_number(value: Any, kind: type) -> bool:
     return not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
 
 
-def fits(value: Any, annotation: Any) -> bool:
-    """Whether a value has a type. Types other than numbers, strings, literals and containers are left to the callee."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+class Misfit(Exception):
+    """A value that does not fit its type: its place, and the sentence about it if the type is not the reason."""
+
+    def __init__(self, place: str, value: Any, expected: str, sentence: str = "") -> None:
+        super().__init__(sentence or expected)
+        self.place, self.value, self.expected, self.sentence = place, value, expected, sentence
+
+
+def inside(place: str, key: str | int) -> str:
+    """The place of an entry of an object by its name, or of a list by its number."""
+    if isinstance(key, int):
+        return f"{place}[{key}]"
+    name = printable(key[:80])
+    return f"{place}.{name}" if place else name
+
+
+_PLAIN: dict[Any, tuple[Any, ...]] = {
+    bool: (lambda value: isinstance(value, bool), "True", "False"),
+    str: (lambda value: isinstance(value, str), "a string"),
+    int: (lambda value: _is_number(value, int), "a whole number"),
+    float: (lambda value: _is_number(value, float), "a number"),
+    None: (lambda value: value is None, "None"),
+    type(None): (lambda value: value is None, "None"),
+}
+"""Plain types: the test of a value, and the words for the type."""
+_IN_FILES: dict[Any, Any] = {int: Annotated[int, Range(0, MOST_WHOLE)], float: Annotated[float, Range(0, 1e300)]}
+"""Ranges of the numbers in files that declare none."""
+
+
+def _test(annotation: Any) -> Callable[[Any], bool] | None:
+    """The test of a plain type, of one with a range, or of a list of words; None for other types."""
+    parts = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Annotated:
+        inner, ranges = _test(parts[0]), [part for part in parts[1:] if isinstance(part, Range)]
+        return inner and (lambda value: inner(value) and all(allowed.holds(value) for allowed in ranges))
+    if typing.get_origin(annotation) is Literal:
+        return lambda value: any(type(value) is type(word) and value == word for word in parts)
+    return _PLAIN[annotation][0] if annotation in _PLAIN else None
+
+
+def typed(value: Any, annotation: Any, place: str = "", file: bool = False) -> Any:
+    """Return the value as its type, or raise a `Misfit` with the place of the part that does not fit.
+
+    Lists become tuples. Types other than numbers, strings, literals and containers are left to the callee. In a `file`,
+    numbers are finite and not negative unless they declare a range, and an object becomes the dataclass of its type: a
+    field that has a default may be missing, and a field that the dataclass does not have is refused.
+    """
+    annotation = _IN_FILES.get(annotation, annotation) if file else annotation
+    test, origin, parts = _test(annotation), typing.get_origin(annotation), typing.get_args(annotation)
+    if test is not None:
+        if test(value):
+            return value
+        raise Misfit(place, value, _expected(annotation, value))
     if origin is Annotated:
-        return fits(value, arguments[0]) and all(r.holds(value) for r in arguments[1:] if isinstance(r, Range))
-    if annotation is None or annotation is type(None):
-        return value is None
+        return typed(value, parts[0], place, file)
     if origin in (typing.Union, types.UnionType):
-        return any(fits(value, part) for part in arguments)
-    if origin is typing.Literal:
-        return any(type(value) is type(word) and value == word for word in arguments)
-    if annotation is bool or annotation is str:
-        return isinstance(value, annotation)
-    if annotation is int or annotation is float:
-        return _is_number(value, annotation)
+        return _one_of(value, annotation, place, file)
     kind = origin or annotation
     if not inspect.isclass(kind) or kind is object:
-        return True
-    if kind is tuple:
-        inner = (
-            arguments[:1] * len(value) if isinstance(value, (list, tuple)) and arguments[1:] == (...,) else arguments
-        )
-        return isinstance(value, (list, tuple)) and (
-            not inner or (len(inner) == len(value) and all(map(fits, value, inner)))
-        )
-    if issubclass(kind, Mapping):
-        return isinstance(value, Mapping)
-    if issubclass(kind, Collection) and kind is not bytes:
-        listed = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
-        return listed and all(fits(item, arguments[0]) for item in value if arguments)
+        return value
+    if issubclass(kind, Collection) and not issubclass(kind, (str, bytes, Mapping)):
+        return _entries(value, annotation, place, file)
+    built = file and dataclasses.is_dataclass(kind)
+    if built or issubclass(kind, Mapping):
+        named = isinstance(value, Mapping) and (parts[:1] != (str,) or all(isinstance(name, str) for name in value))
+        if not named:
+            raise Misfit(place, value, _expected(annotation, value))
+        if built:
+            return _built(value, kind, place)
+        inner = parts[1] if parts else Any
+        return {name: typed(entry, inner, inside(place, str(name)), file) for name, entry in value.items()}
+    return value
+
+
+def _one_of(value: Any, annotation: Any, place: str, file: bool) -> Any:
+    deeper = None
+    for part in typing.get_args(annotation):
+        try:
+            return typed(value, part, place, file)
+        except Misfit as problem:
+            deeper = problem if problem.place != place or problem.sentence else deeper
+    raise deeper or Misfit(place, value, _expected(annotation, value))
+
+
+def _entries(value: Any, annotation: Any, place: str, file: bool) -> Any:
+    kind, parts = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+    listed = isinstance(value, (list, tuple) if file or kind is tuple else Collection)
+    many = kind is not tuple or not parts or parts[1:] == (...,)
+    if not listed or isinstance(value, (str, bytes, Mapping)) or not (many or len(value) == len(parts)):
+        raise Misfit(place, value, _expected(annotation, value))
+    first = parts[0] if parts else Any
+    test = _test(_IN_FILES.get(first, first) if file else first)
+    if many and test is not None and all(map(test, value)):  # long columns need no place for each entry
+        return tuple(value)
+    kinds = (first,) * len(value) if many else parts
+    return tuple(typed(item, kind, inside(place, i), file) for i, (item, kind) in enumerate(zip(value, kinds)))
+
+
+def _built(given: Mapping[str, Any], kind: Any, place: str) -> Any:
+    """The dataclass of an object in a file."""
+    hints = _hints(kind)
+    for name in given:
+        if name not in hints and not getattr(kind, "OPEN_ENDED", False):
+            known = did_you_mean(str(name), hints)
+            raise Misfit(place, given, "", f"unknown field {inside(place, str(name))!r}: {known}")
+    for field in dataclasses.fields(kind):
+        if field.name not in given and field.default is field.default_factory is dataclasses.MISSING:
+            raise Misfit(place, given, "", f"there is no field {inside(place, field.name)!r}")
+    return kind(**{name: typed(given[name], hints[name], inside(place, name), True) for name in hints if name in given})
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Whether a value has a type."""
+    try:
+        typed(value, annotation)
+    except Misfit:
+        return False
     return True
 
 
+def _expected(annotation: Any, value: Any) -> str:
+    """A type in words, with the limit that a value breaks."""
+    *first, last = _words(annotation, value)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def _words(annotation: Any, value: Any) -> list[str]:
-    """The alternatives of a type in words, with the limit that a value breaks."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return [f"{_words(arguments[0], value)[0]} {arguments[1].text(value)}"]
+        return [f"{_words(parts[0], value)[0]} {parts[1].text(value)}"]
     if origin in (typing.Union, types.UnionType):
-        return [word for part in arguments for word in _words(part, value)]
-    if origin is typing.Literal:
-        return [repr(word) for word in arguments]
-    names = {int: "a whole number", float: "a number", str: "a string", type(None): "None"}
-    if annotation is bool:
-        return ["True", "False"]
-    if annotation in names:
-        return [names[annotation]]
+        return [word for part in parts for word in _words(part, value)]
+    if origin is Literal:
+        return [repr(word) for word in parts]
+    if annotation in _PLAIN:
+        return list(_PLAIN[annotation][1:])
+    if origin is tuple and parts[1:] != (...,):
+        return [f"a list of {len(parts)} entries"]
+    kind = origin or annotation
+    if inspect.isclass(kind) and (issubclass(kind, Mapping) or dataclasses.is_dataclass(kind)):
+        return ["an object with named fields"]
     inner = {str: " of strings", int: " of whole numbers", float: " of numbers"}
-    return ["a list" + (inner.get(arguments[0], " of lists") if arguments else "")]
+    return ["a list" + (inner.get(parts[0], " of lists") if parts else "")]
 
 
 def check_fields(options: Any) -> None:
@@ -134,17 +233,16 @@ def check_fields(options: Any) -> None:
 
     Fields of other types (a plan, a batch) are not checked.
     """
-    hints = typing.get_type_hints(type(options), include_extras=True)
-    for field in dataclasses.fields(options):
-        value, annotation = getattr(options, field.name), hints[field.name]
-        if fits(value, annotation):
-            continue
-        if typing.get_origin(annotation) is typing.Literal:
-            known = did_you_mean(shortened(value), typing.get_args(annotation))
-            raise ConfigError(f"{field.name} {shortened(value)} is not known: {known}")
-        *first, last = _words(annotation, value)
-        expected = f"{', '.join(first)} or {last}" if first else last
-        raise PlanError(f"{field.name} must be {expected}, got {shortened(value)}")
+    kind: Any = type(options)
+    for name, annotation in _hints(kind).items():
+        try:
+            typed(getattr(options, name), annotation, name)
+        except Misfit as problem:
+            got = shortened(problem.value)
+            if typing.get_origin(annotation) is Literal:
+                known = did_you_mean(got, typing.get_args(annotation))
+                raise ConfigError(f"{name} {got} is not known: {known}") from None
+            raise PlanError(f"{problem.place} must be {problem.expected}, got {got}") from None
 
 
 def check_number(name: str, value: Any, allowed: Range | None = None, whole: bool = False) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
+import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -18,11 +21,13 @@ from hypothesis import strategies as st
 from pipepart.cost.cluster import load_cluster
 from pipepart.cost.given import read_graph
 from pipepart.cost.op_costs import OpCosts, read_costs, write_costs
-from pipepart.errors import ConfigError, PipepartError, PlanError
-from pipepart.files import keep_json, load_json, load_yaml
-from pipepart.planning import Plan
+from pipepart.errors import ConfigError, PipepartError, PlanError, ScheduleError
+from pipepart.files import keep_json, load_json, load_yaml, may_fail, write_whole
+from pipepart.planning import Plan, PlanOptions
 from pipepart.report import load_graph, load_timeline, save_graph, save_timeline, view
 from pipepart.report.graph_view import GraphView
+from pipepart.schedule import from_csv, read_csv
+from pipepart.values import Range
 
 PLAN = Path(__file__).parent / "planning" / "plan_of_version_1.json"
 COSTS = OpCosts(("a", "b"), (1.0, 2.0), (0.5, 0.25), (0.0, 1.0), (4, 8), (1, 2), (3, 5), "x", (0.0, 0.1), ((1,), ()))
@@ -158,7 +163,7 @@ def test_a_plan_that_is_read_can_be_simulated_and_shown(seed: int) -> None:
         ("lower_bound", math.nan, "lower_bound is nan"),
         ("lower_bound", math.inf, "lower_bound is inf"),
         ("schedule", "fast", "schedule 'fast' is not known"),
-        ("schedule", "zb_v", "chunks per stage"),
+        ("schedule", "zb_v", "takes chunks=2 per stage"),
         ("ops", "abc", "ops is 'abc'"),
         ("tried", [["a", "b"]], r"tried\[0\]\[1\] is 'b'"),
         ("colour", "red", "unknown field 'colour'"),
@@ -219,3 +224,105 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     keep_json(tmp_path / "fine.json", {"a": 1})
     assert load_json(tmp_path / "fine.json").value == {"a": 1}
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, link = tmp_path / "a.json", tmp_path / "link"
+    write_whole(path, "one", sync=True)
+    link.symlink_to(path)
+    write_whole(link, "two")
+    assert link.is_symlink()
+    assert path.read_text() == "two"
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "three \ud800")
+    assert path.read_text() == "two"
+    with pytest.raises(OSError, match="No space left"):
+        write_whole("/dev/full", "text")
+    write_whole("/dev/null", "text")
+    assert Path("/dev/null").is_char_device()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json", "link"]
+
+
+def test_a_write_that_may_fail_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("pipepart").addHandler(caplog.handler)
+    try:
+        with may_fail("report.html"):
+            write_whole("/dev/full", "text")
+        with may_fail("plan.json"):
+            raise ValueError("no plan")
+    finally:
+        logging.getLogger("pipepart").removeHandler(caplog.handler)
+    said = list(dict.fromkeys(record.getMessage() for record in caplog.records))
+    assert said[0].startswith("pipepart: report.html could not be written: No space left on device. ")
+    assert said[1].startswith("pipepart: plan.json could not be written: ValueError: no plan. ")
+
+
+def test_files_that_are_no_texts_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    with open(tmp_path / "huge.csv", "wb") as file:
+        file.truncate(10 * 2**30)
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "device.csv").symlink_to("/dev/zero")
+    for name, reason in {
+        "pipe": "regular file",
+        "folder": "regular file",
+        "device": "regular file",
+        "huge": "more than 268435456 bytes",
+    }.items():
+        for reader, error in ((load_json, PlanError), (read_csv, ScheduleError), (Plan.load, PlanError)):
+            with pytest.raises(error, match=f"{name}.csv.*{reason}"):
+                reader(tmp_path / f"{name}.csv")
+
+
+def test_a_field_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"version": 1, "names": [], "names": ["a"]}')
+    with pytest.raises(PlanError, match=r"costs.json is not JSON: the field 'names' is there twice"):
+        read_costs(path)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """An object inside of another one."""
+
+    counts: tuple[Annotated[int, Range(-1, 5)], ...] = ()
+    word: Literal["a", "b"] = "a"
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The fields of a file."""
+
+    inner: dict[str, Inner]
+    maybe: Inner | None = None
+
+
+def test_ranges_of_files_are_declared_by_annotations(tmp_path: Path) -> None:
+    path = tmp_path / "any.json"
+    for text, part in {
+        '{"inner": {"x": {"counts": [0, 9]}}}': r"inner.x.counts\[1\] is 9; expected a whole number of at most 5",
+        '{"inner": {"x": {"counts": [-2]}}}': r"inner.x.counts\[0\] is -2; expected a whole number of at least -1",
+        '{"inner": {"x": {"word": "c"}}}': "inner.x.word is 'c'; expected 'a' or 'b'",
+        '{"inner": {}, "maybe": {"counts": 1}}': "maybe.counts is 1; expected a list",
+        '{"inner": {}, "maybe": {"size": 1}}': "unknown field 'maybe.size'",
+        '{"inner": {}, "maybe": 3}': "maybe is 3; expected an object with named fields or None",
+        "{}": "there is no field 'inner'",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(PlanError, match=f"any.json: {part}"):
+            load_json(path).read(Outer)
+    path.write_text('{"inner": {"x": {"counts": [-1, 5]}}}')
+    assert load_json(path).read(Outer) == Outer({"x": Inner((-1, 5))})
+
+
+def test_options_name_the_part_that_does_not_fit() -> None:
+    with pytest.raises(PlanError, match=r"keep_together\[0\]\[1\] must be a string, got 3"):
+        PlanOptions(keep_together=[["a", 3]])  # type: ignore[list-item]
+    with pytest.raises(PlanError, match="split_at must be a list of strings or None, got 'abc'"):
+        PlanOptions(split_at="abc")
+
+
+def test_nested_overlaps_of_a_schedule_are_refused() -> None:
+    for depth in (2, 5000):
+        with pytest.raises(ScheduleError, match="is no action"):
+            from_csv("(" * depth + "0F0;0B0" + ")OVERLAP_F_B" * depth)

@@ -13,6 +13,7 @@ ORDER = [
     "values",
     "files",
     "machine",
+    "parent",
     "recording",
     "samples",
     "graph",

@@ -81,8 +81,8 @@ def _refuse(root: nn.Module, refused: list[CaptureError]) -> None:
     refused.append(
         CaptureError(
             f"{type(root).__name__} cannot be recorded.\n  where: {f'module {where!r}, ' if where else ''}{line}\n"
-            f"  what: it calls torch.distributed.{function} itself, with {dist.get_world_size()} ranks in this job. In a "
-            "pipeline a rank runs its own stage only, so the other ranks would not take part in that call\n"
+            f"  what: the model calls torch.distributed.{function} itself, with {dist.get_world_size()} ranks in this job. "
+            "In a pipeline a rank runs its own stage only, so the other ranks would not take part in that call\n"
             "  do: build the model as for one process (libraries have an option such as is_distributed=False); the pipeline "
             "provides replicas and stages"
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipepart.errors import PlanError
 from pipepart.options import Options
 from pipepart.planning import auto_microbatches
 from pipepart.recording import Recording
@@ -21,7 +22,7 @@ from pipepart.runtime.microbatch import MicrobatchSizes, microbatch_sizes, slice
 from pipepart.samples.pieces import Pieces, pieces_of
 from pipepart.schedule import read_csv
 
-__all__ = ["Example", "Job", "Recorded", "Step", "example_microbatch"]
+__all__ = ["Example", "Job", "Recorded", "Step", "example_microbatch", "no_samples"]
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,30 @@ def example_microbatch(
     pieces = pieces_of(example, root, options.batch_dim, call, 2 if fixed is None else fixed)
     if pieces is not None:
         total = pieces.samples(example)
+        if not total:
+            raise no_samples("the example")
         found = pieces.split(example, min(total, fixed or auto_microbatches(mesh.stages, total)))
         first, sizes = found[0], MicrobatchSizes(tuple(piece.samples for piece in found))
         others = [example] if len(found) > 1 else [piece.batch for piece in pieces.split(example, 2)[1:]]
         return Example(first.batch, sizes, Batching((None,) * len(leaves), first.samples), tuple(others), pieces)
     paths = [path[3:] if call else path for path in trees.leaf_paths(tree)]
     batching = batching_of(leaves, paths, options.batch_dim)
+    if not batching.samples:
+        raise no_samples("the example")
     count = fixed or auto_microbatches(mesh.stages, batching.samples)
     sizes = microbatch_sizes(batching.samples, min(count, batching.samples) if fewer else count)
     part = slice_leaves(batching.first(leaves), sizes, batching.places)[0]
     first_batching = dataclasses.replace(batching, samples=sizes.sizes[0])
     return Example(trees.unflatten(batching.back(part), tree), sizes, first_batching)
+
+
+def no_samples(step: str, groups: Groups | None = None, replica: int = 0) -> PlanError:
+    """Return the error for a batch without samples; `replica` is the number of the replica that has it, from 1."""
+    whose = f" of replica {replica - 1}" if groups is not None and groups.mesh.replicas > 1 and replica else ""
+    return PlanError(
+        f"{step}: the batch{whose} has no samples.\n  expected: at least one sample\n  do: leave empty batches out in the "
+        "dataset, the sampler or `collate_fn`; no rank has run this batch"
+    )
 
 
 def _fixed_count(options: Options) -> int | None:

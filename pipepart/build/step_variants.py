@@ -12,22 +12,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from pipepart.build.foreign_collectives import collectives_refused
+from pipepart.build.job import no_samples
 from pipepart.errors import CaptureError
 from pipepart.recording import Recording
+from pipepart.recording.inputs import trees
 from pipepart.recording.model_state.places import Change, Place
 from pipepart.recording.recording import StateChanged
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
 from pipepart.runtime.microbatch import fitting_sizes
 from pipepart.runtime.stage import StageRuntime
+from pipepart.samples.pieces import has_no_graphs
 
-__all__ = ["MOST", "Variants", "leaves_ahead"]
+__all__ = ["MOST", "Variants", "empty_replica", "leaves_ahead"]
 
 MOST = 16
 """The number of recordings of one step that are kept."""
 _STEPS = 3 * MOST
-"""A run that needs `MOST` recordings within this number of steps is refused, since it would record all the time."""
+"""A run that needs `MOST` recordings within this number of steps is refused, since most of its steps would be recorded."""
 
 
 @dataclass
@@ -42,7 +48,7 @@ class Variants:
     numbers: dict[str, Place] = field(default_factory=dict)
     """Places of the Python state whose numbers are inputs of the next recordings."""
     _fixed: set[str] = field(default_factory=set)
-    """Numbers that could not be recorded as inputs: a recording holds for one value of them."""
+    """Numbers that could not be recorded as inputs: a recording is valid for one value of each."""
     _new: set[str] = field(default_factory=set)
     _steps: int = 0
     _when: deque[int] = field(default_factory=lambda: deque(maxlen=MOST))
@@ -98,21 +104,24 @@ class Variants:
         return had
 
     def choose(
-        self, flatten: Callable[[Recording], list[Any]], runtime: StageRuntime, strict: bool = False
+        self, flatten: Callable[[Recording], list[Any]], runtime: StageRuntime, strict: bool = False, empty: int = 0
     ) -> tuple[str | None, list[Any] | None]:
         """Return the name of a recording that holds and, on the first stage, its leaves; None if a new one is needed.
 
-        With `strict`, arguments that do not fit raise the error of the recording.
+        With `strict`, arguments that do not fit raise the error of the recording. `empty` is the result of
+        `empty_replica`; all stages raise the same error if it is not 0.
         """
         self._steps += 1
         name: str | None = None
         leaves: list[Any] | None = None
         changes: list[Change] = []
-        if runtime.is_first:
+        if runtime.is_first and not empty:
             with guarded(runtime.groups):
                 name, leaves, changes = self._fitting(flatten, runtime, strict)
         moving = sorted({c.place.text for c in changes if c.is_number and c.place.text not in self._fixed})
-        name, moving, reason = runtime.from_first((name, moving, "; ".join(map(str, changes[:3]))))
+        name, moving, reason, empty = runtime.from_first((name, moving, "; ".join(map(str, changes[:3])), empty))
+        if empty:
+            raise no_samples(self.step, runtime.groups, empty)
         if name is None:
             self._reasons.append(reason)
             self._move(moving, runtime)
@@ -162,6 +171,38 @@ class Variants:
             )
         self._new = set(texts) - set(self.numbers)
         self.numbers.update(here)
+
+
+def empty_replica(batch: Any, name: str, runtime: StageRuntime, all_replicas: bool) -> int:
+    """On the first stage, the number, counted from 1, of a replica whose batch has no samples; 0 if all have some.
+
+    With `all_replicas`, the first stages of all replicas must call it together.
+    """
+    groups = runtime.groups
+    if not runtime.is_first:
+        return 0
+    here = 0 if not _is_empty(batch, runtime.recording(name)) else 1 + (groups.replica if groups is not None else 0)
+    if groups is None or groups.numbers is None or not all_replicas:
+        return here
+    number = torch.tensor([here])
+    with guarded(groups):
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=groups.numbers)
+    return int(number)
+
+
+def _is_empty(batch: Any, recording: Recording) -> bool:
+    """Whether a batch has no samples, or no tensors where the recording has some."""
+    if has_no_graphs(batch):
+        return True
+    leaves, tree = trees.flatten(batch)
+    batching, same = recording.batching, tree == recording.input_tree
+    if same and batching is not None and batching.places:
+        held = [(leaves[place], batching.dims[place] or 0) for place in batching.places]
+        return all(isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == 0 for leaf, dim in held)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return any(item.kind == "tensor" for item in recording.inputs)
+    return all(tensor.numel() == 0 for tensor in tensors)
 
 
 def leaves_ahead(

@@ -14,6 +14,7 @@ from pipepart.cli.console import bold, quiet_libraries, shown, table
 from pipepart.cli.ranks import refuse_inside_job, start_ranks
 from pipepart.cli.train import SHORT, prepare_folder, read_result, ready
 from pipepart.errors import ConfigError, PipepartError
+from pipepart.files import may_fail
 from pipepart.planning import format_seconds
 from pipepart.schedule import picture
 from pipepart.schedule import table as schedule_table
@@ -84,7 +85,7 @@ def _compared(results: Sequence[_Result], root: Path) -> str:
                 f"{rate / alone / devices:.2f}" if alone else "-",
             ]
         )
-    with open(root / "bench.csv", "w", newline="") as file:
+    with may_fail(shown(root / "bench.csv")), open(root / "bench.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     return table(rows, left=3) + f"\n\n{bold('table')}  {shown(root / 'bench.csv')}"
 

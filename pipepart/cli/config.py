@@ -28,7 +28,7 @@ from pipepart.cli.groups import conf_folder, group_options, groups
 from pipepart.cli.targets import check_allow, check_targets, locate
 from pipepart.errors import ConfigError, PipepartError, did_you_mean
 from pipepart.secrets import clean, is_secret, redacted, redacted_override
-from pipepart.values import check_number
+from pipepart.values import check_number, fits, shortened
 
 __all__ = [
     "allow_of",
@@ -166,6 +166,11 @@ def checked(config: DictConfig) -> dict[str, Any]:
             raise ConfigError(
                 f"{section} is empty: choose a recipe (pipepart recipes lists them), or give {section}._target_"
             )
+    for section in ("optimizer", "scheduler"):
+        if plain.get(section) and (not isinstance(plain[section], dict) or "_target_" not in plain[section]):
+            raise ConfigError(f"{section} must be a mapping with a _target_, got {shortened(redacted(plain[section]))}")
+    if not fits(plain.get("allow") or [], list[str]):
+        raise ConfigError(f"allow must be a list of names of packages, got {shortened(plain['allow'])}")
     for path, value in _numbers(plain):
         check_number(path, value, RANGES.get(path))
     check_targets(plain, _GIVEN_LATER)

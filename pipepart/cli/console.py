@@ -60,7 +60,10 @@ class _Messages(logging.Handler):
             lines = ["", bold(lines[0]), *lines[1:], dim("-" * min(max(map(len, lines)), 120))]
         elif lines:
             lines = [bold(lines[0])]
-        print("\n".join(lines), flush=True)
+        try:
+            print("\n".join(lines), flush=True)
+        except OSError:  # the output goes to a file on a full disk, or to a program that has ended
+            self.handleError(record)
 
 
 def show_messages() -> None:

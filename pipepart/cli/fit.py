@@ -7,25 +7,28 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from tqdm import tqdm
 
-from pipepart.cli.console import quiet_libraries, show_messages
+from pipepart.cli.console import quiet_libraries, show_messages, shown
 from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
+from pipepart.files import may_fail, write_whole
 from pipepart.lightning import PipelineMonitor, PipelineStrategy
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import measured_step
 from pipepart.secrets import redacted
 
-__all__ = ["Progress", "build_recipe", "fit"]
+__all__ = ["Progress", "RunCheckpoint", "build_recipe", "fit"]
 
 
 def build_recipe(config: dict[str, Any]) -> tuple[L.LightningModule, L.LightningDataModule]:
@@ -93,12 +96,34 @@ def _loggers(config: dict[str, Any]) -> list[Logger]:
         logger: Any = build(redacted(node) if tracked else node, allow, f"logger.{name}")
         record = logger.log_hyperparams
         logger.log_hyperparams = lambda params, *more, _record=record, **named: _record(_plain(params), *more, **named)
+        _keep_running(logger)
         if tracked:
             logger._wandb_init.pop("anonymous", None)  # Lightning passes it, and wandb warns of it
             (Path(logger.save_dir or ".") / "wandb").mkdir(mode=0o700, parents=True, exist_ok=True)
             logger.log_hyperparams(config)
         made.append(logger)
     return made
+
+
+def _keep_running(logger: Any) -> None:
+    """Let a run go on without this logger when it fails (a full disk, a server that is gone), with one warning."""
+    failed: list[str] = []
+
+    def safe(name: str) -> Callable[..., None]:
+        action = getattr(logger, name)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            if failed:
+                return
+            with may_fail(f"the record of {type(logger).__name__} ({name})"):
+                action(*args, **kwargs)
+                return
+            failed.append(name)
+
+        return call
+
+    for name in ("log_hyperparams", "log_metrics", "log_graph", "save", "after_save_checkpoint", "finalize"):
+        setattr(logger, name, safe(name))
 
 
 def _plain(params: Any) -> dict[str, Any]:
@@ -124,25 +149,52 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
         result["measured_step"] = measured
         result["samples_per_second"] = plan.batch_size * plan.replicas / measured
     monitors = [callback for callback in trainer.callbacks if isinstance(callback, PipelineMonitor)]  # type: ignore[attr-defined]
-    written = {path.absolute() for monitor in monitors for path in monitor.files.values()}
-    if folder / "report.html" not in written:  # no monitor has written it
+    writers: dict[str, Callable[[Path], Any]] = {
+        "result.json": lambda path: write_whole(path, json.dumps(result, indent=1) + "\n")
+    }
+    if not any(monitor.writes_report(folder) for monitor in monitors):
+        graph, costs, name = strategy.runtime.graph, strategy.runtime.costs, str(config["name"])
         if timeline is not None:
-            save_timeline(folder / "trace.json", timeline)
-        graph, costs = strategy.runtime.graph, strategy.runtime.costs
-        plan.save(folder / "plan.json")
-        save_graph(folder / "graph.json", graph, costs)
-        write_report(
-            folder / "report.html",
-            plan,
-            graph=graph,
-            costs=costs,
-            measured=timeline,
-            measured_step=measured,
-            title=str(config["name"]),
+            writers["trace.json"] = lambda path: save_timeline(path, timeline)
+        writers["plan.json"] = plan.save
+        writers["graph.json"] = lambda path: save_graph(path, graph, costs)
+        writers["report.html"] = lambda path: write_report(
+            path, plan, graph=graph, costs=costs, measured=timeline, measured_step=measured, title=name
         )
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    for file in folder.rglob("hparams.yaml"):  # the loggers' record of the configuration
-        file.chmod(0o600)
+    for name, write in writers.items():
+        with may_fail(shown(folder / name)):
+            write(folder / name)
+    with may_fail("the permissions of hparams.yaml"):  # the loggers' record of the configuration
+        for file in folder.rglob("hparams.yaml"):
+            file.chmod(0o600)
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """Lightning's callback, which writes `last.ckpt` at every validation and at the end, with every version of Lightning.
+
+    Newer versions write it only together with another checkpoint: with ``save_top_k=0`` once, at the end.
+    """
+
+    _step_of_last = -1
+
+    @property
+    def state_key(self) -> str:
+        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def _save_last_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, Any]) -> None:
+        if self._step_of_last != trainer.global_step:
+            super()._save_last_checkpoint(trainer, monitor_candidates)
+            self._step_of_last = trainer.global_step
 
 
 class Progress(ProgressBar):
@@ -186,7 +238,8 @@ class Progress(ProgressBar):
         elif step == self._first + 1 or last or step % max(1, (total or 1000) // self._lines) == 0:
             speed = (step - self._first) / max(time.monotonic() - self._started, 1e-9)
             of = f"/{total}" if total is not None else ""
-            print(f"step {step}{of}  {self._values(trainer, pl_module)}  {speed:.2f} steps/s", flush=True)
+            with suppress(OSError):  # the output goes to a file on a full disk, or to a program that has ended
+                print(f"step {step}{of}  {self._values(trainer, pl_module)}  {speed:.2f} steps/s", flush=True)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:

@@ -21,7 +21,7 @@ def conf_folder() -> Path:
 
 def _folders(extra: Path | None) -> list[Path]:
     if extra is not None and not extra.is_dir():
-        raise ConfigError(f"--config-dir {str(extra)!r} is no folder")
+        raise ConfigError(f"--config-dir {str(extra)!r} is not a folder")
     return [*([extra] if extra else []), conf_folder()]
 
 

@@ -6,7 +6,6 @@ writes its reason into the folder of the run; the first reason is shown.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -14,13 +13,16 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.errors import ConfigError, PipelineError, PipepartError
+from pipepart.files import load_json
 from pipepart.machine import usable_cores
+from pipepart.parent import end_with_parent, spawned_tied
 from pipepart.secrets import clean, clean_output, redacted
 from pipepart.values import printable
 
@@ -88,35 +90,22 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
     `named` is a `module:callable` of the command line to verify instead of training a recipe. It is not part of the
     configuration, which must not be able to name code that is run.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException, Std
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
+
+    from pipepart.cli.agent import launch_config
+    from pipepart.runtime.rendezvous import job_folder
 
     quiet_libraries()  # again: the agent's loggers exist only now
     _silence_tracker()
-    count, launcher = int(config["devices"]), config["launcher"]
-    alone = int(launcher["nodes"]) == 1
     logs = folder / "logs"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
-    launch = LaunchConfig(
-        min_nodes=int(launcher["nodes"]),
-        max_nodes=int(launcher["nodes"]),
-        nproc_per_node=count,
-        run_id=f"pipepart-{os.getpid()}" if alone else "pipepart",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0" if alone else str(launcher["address"]),
-        rdzv_configs={"timeout": int(launcher["wait"])},
-        local_addr="127.0.0.1" if alone else None,
-        max_restarts=0,
-        monitor_interval=0.2,
-        start_method="spawn",
-        shutdown_timeout=_PATIENCE,
-        # The output of the first rank is shown, that of the others is in their files.
-        logs_specs=DefaultLogsSpecs(str(logs), redirects=dict.fromkeys(range(1, count), Std.ALL)),
-    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // int(config["devices"]))))
+    launch = launch_config(config, logs, _PATIENCE)
+    alone = int(config["launcher"]["nodes"]) == 1
     try:
-        elastic_launch(launch, run_as_rank)(json.dumps(config), str(folder), named)
+        with spawned_tied(), job_folder() if alone else nullcontext():
+            elastic_launch(launch, run_as_rank)(json.dumps(config), str(folder), named, os.getpid())
     except ChildFailedError as error:
         raise PipelineError(_first_cause(error, logs)) from None
     except (SignalException, KeyboardInterrupt) as error:
@@ -134,9 +123,9 @@ def _silence_tracker() -> None:
     )
 
 
-def run_as_rank(config_text: str, folder: str, named: str | None = None) -> None:
-    """Run this process as one rank with the configuration that the parent composed."""
-    _end_with_parent()
+def run_as_rank(config_text: str, folder: str, named: str | None = None, parent: int | None = None) -> None:
+    """Run this process as one rank with the configuration that the parent composed, as long as `parent` runs."""
+    end_with_parent(os.getppid() if parent is None else parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
     config = json.loads(config_text)
     redacted(config)  # from here on, its secrets are hidden
@@ -171,15 +160,8 @@ def run_as_task(config: dict[str, Any], folder: Path) -> str | None:
         _leave_reason(error, int(os.environ["RANK"]), logs)
         if int(os.environ["RANK"]) == 0 and _is_echo(error):
             time.sleep(_PATIENCE)  # the rank that failed first may still be writing its reason
-        return _reason_text(_reasons(logs)[0], logs)
+        return next((_reason_text(reason, logs) for reason in _reasons(logs)), str(error))
     return None
-
-
-def _end_with_parent() -> None:
-    """On Linux, let the kernel kill this rank when its parent ends."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _is_echo(error: BaseException) -> bool:
@@ -188,9 +170,7 @@ def _is_echo(error: BaseException) -> bool:
 
 
 def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
-    logs.mkdir(parents=True, exist_ok=True)
-    trace = clean("".join(traceback.format_exception(error)))
-    (logs / f"traceback-rank{rank}.txt").write_text(trace, encoding="utf-8", errors="backslashreplace")
+    """Write the reason of a failure for the parent, or print it if that is not possible (on a full disk)."""
     text = str(error) if isinstance(error, PipepartError) else f"{type(error).__name__}: {error}"
     reason = {
         "rank": rank,
@@ -200,7 +180,15 @@ def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
         "text": printable(clean(text), keep="\n\t"),
         "where": _where(error),
     }
-    (logs / f"failure-rank{rank}.json").write_text(json.dumps(reason))
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"failure-rank{rank}.json").write_text(json.dumps(reason))
+        trace = clean("".join(traceback.format_exception(error)))
+        (logs / f"traceback-rank{rank}.txt").write_text(trace, encoding="utf-8", errors="backslashreplace")
+    except OSError as full:
+        with suppress(OSError):
+            print(f"rank {rank} failed: {reason['text']}\n(its reason could not be written to {shown(logs)}: {full})",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
 
 def _where(error: BaseException) -> str:
@@ -214,12 +202,24 @@ def _where(error: BaseException) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class _Reason:
+    """The fields of the file in which a rank leaves its reason."""
+
+    rank: int
+    when: float
+    echo: bool
+    known: bool
+    text: str
+    where: str
+
+
 def _reasons(logs: Path) -> list[dict[str, Any]]:
     """The reasons of the ranks that failed, in the order of time; those that only lost another rank come last."""
     found = []
     for file in logs.glob("failure-rank*.json"):
-        with suppress(OSError, ValueError):
-            found.append(json.loads(file.read_text()))
+        with suppress(PipepartError):  # it was written only in part
+            found.append(vars(load_json(file).read(_Reason)))
     return sorted(found, key=lambda reason: (reason["echo"], reason["when"]))
 
 

@@ -32,6 +32,7 @@ from pipepart.cli.ranks import already_started, join_started, refuse_inside_job,
 from pipepart.cli.targets import check_allow, check_hydra_section
 from pipepart.cli.train import check_run, prepare_folder, read_result, ready, run
 from pipepart.errors import ConfigError, PipelineError, PipepartError
+from pipepart.files import may_fail
 from pipepart.secrets import clean, redacted_override, write_private
 
 __all__ = ["summary", "sweep"]
@@ -114,7 +115,7 @@ class _GatedLoader:
         if group.startswith("hydra/"):
             known = ", ".join(self.loader.get_group_options(group))
             raise ConfigError(f"{group}={option}: there is no such {group}; known: {known}")
-        return False  # of the user's own folder: what it sets is held against the defaults
+        return False  # from the user's own folder: its values are compared with the defaults
 
 
 class _NoCallbacks:
@@ -232,6 +233,6 @@ def summary(results: Sequence[tuple[Sequence[str], dict[str, Any]]], folder: Pat
                 "failed: " + clean(result["error"]).splitlines()[0][:60] if "error" in result else "ok",
             ]
         )
-    with open(folder / "summary.csv", "w", newline="") as file:
+    with may_fail(shown(folder / "summary.csv")), open(folder / "summary.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     return table(rows, left=1 + len(varied)) + f"\n\n{bold('summary')}  {shown(folder / 'summary.csv')}"

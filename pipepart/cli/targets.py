@@ -127,7 +127,7 @@ def _targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_targets(config: Mapping[str, Any], later: Mapping[str, Sequence[str]] | None = None) -> None:
-    """Refuse, before anything is started, what cannot be built. `later` names arguments that are given when building."""
+    """Refuse targets that cannot be built, before anything is started. `later` names arguments that are given when building."""
     allow = tuple(config.get("allow") or ())
     for path, node in _targets(dict(config)):
         function = locate(node["_target_"], allow, f"{path}._target_")
@@ -138,7 +138,7 @@ def check_targets(config: Mapping[str, Any], later: Mapping[str, Sequence[str]] 
 def _check_call(
     function: Callable[..., Any], given: Mapping[str, Any], path: str, filled: Sequence[str] = (), partly: bool = False
 ) -> None:
-    """Hold keyword arguments against a signature; `filled` are given later, with `partly` also positional ones."""
+    """Check keyword arguments against a signature. `filled` are supplied later; with `partly`, positional ones too."""
     parameters = inspect.signature(function).parameters
     hints = _hints(function)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -15,6 +15,7 @@ from pipepart.cli.console import bold, quiet_libraries, shown
 from pipepart.cli.ranks import already_started, join_started, run_as_rank, start_ranks
 from pipepart.cli.targets import build
 from pipepart.errors import ConfigError, PipepartError
+from pipepart.files import load_json, may_fail
 from pipepart.secrets import redacted_override, write_private
 from pipepart.values import COUNT, check_number
 
@@ -89,7 +90,7 @@ def check_run(config: dict[str, Any]) -> None:
     from pipepart.runtime import fit_mesh
 
     strategy, launcher = config["strategy"], config["launcher"]
-    if strategy.get("plan") and not Path(strategy["plan"]).is_file():
+    if strategy.get("plan") and not os.path.isfile(strategy["plan"]):
         raise ConfigError(f"strategy.plan: there is no file {strategy['plan']!r}")
     options = StrategyOptions.among(strategy)
     if int(config["devices"]) > _MOST_PROCESSES:
@@ -99,7 +100,7 @@ def check_run(config: dict[str, Any]) -> None:
     _check_optimizer(config)
     _check_output(Path(config["output"]))
     resume = config["resume"]
-    if resume is not None and not Path(resume).is_file() and not is_sharded(resume):
+    if resume is not None and not os.path.isfile(resume) and not (os.path.isdir(resume) and is_sharded(resume)):
         raise ConfigError(
             f"resume: there is no checkpoint {resume!r}; expected a file or the folder of a sharded checkpoint"
         )
@@ -147,7 +148,7 @@ def prepare_folder(config: dict[str, Any], overrides: Sequence[str]) -> Path:
         raise ConfigError(f"output={given}: {error.strerror or error}; choose another folder") from error
     root = Path(given.parts[0]) if not given.is_absolute() and len(given.parts) > 1 else given.parent
     link = root / "latest"
-    with suppress(OSError):  # a file system without links
+    with may_fail(f"the link {shown(link)} to the folder of this run"):
         if link.is_symlink() or not link.exists():
             fresh = root / f".latest-{os.getpid()}"
             fresh.symlink_to(os.path.relpath(folder, root.absolute()))
@@ -172,17 +173,15 @@ def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]
 
 def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> None:
     """Run this process as one rank of a job; all ranks use the folder of rank 0."""
-    import torch.distributed as dist
+    from pipepart.runtime.rendezvous import job_store, join_job
 
-    from pipepart.runtime.rendezvous import join_job
-
+    first = os.environ["RANK"] == "0"
     if int(os.environ["WORLD_SIZE"]) > 1:
         join_job(timedelta(seconds=float(config["launcher"]["wait"])))
-        box = [config["output"]]
-        dist.broadcast_object_list(box, 0)
-        config["output"] = box[0]
+        if first:
+            job_store().set("pipepart/output", str(config["output"]))
+        config["output"] = job_store().get("pipepart/output").decode()
     folder = Path(config["output"]).absolute()
-    first = os.environ["RANK"] == "0"
     if first:
         prepare_folder(config, overrides)
     run_as_rank(json.dumps(config), str(folder))
@@ -192,8 +191,8 @@ def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> None:
 
 def read_result(folder: Path) -> dict[str, Any]:
     """The result that rank 0 has written, with its folder."""
-    with suppress(OSError, ValueError):
-        return {**json.loads((folder / "result.json").read_text()), "folder": str(folder)}
+    with suppress(PipepartError):
+        return {**load_json(folder / "result.json").entries(), "folder": str(folder)}
     return {"folder": str(folder)}
 
 

@@ -24,7 +24,7 @@ from pipepart.recording import Recording
 __all__ = ["profiled"]
 
 _VERSION = 8
-"""Version of the meaning of a measurement; older ones are measured again."""
+"""Version of the measurement method; older measurements are made again."""
 _TOLERANCE = 0.15
 """Part of a step by which a kept measurement may differ from the present one."""
 _NOISE = 0.2e-3
@@ -41,7 +41,7 @@ def profiled(
     """Return `profile` of a recording, or the kept result for the same graph, shapes, precision, device and threads.
 
     `variant` names the precision. With `agree`, a kept result is compared with a few steps, since one that was measured
-    on a busy machine would lead to a bad plan for ever. If it holds, it is scaled to the present speed. `agree` is given
+    on a busy machine would make every later plan worse. If it holds, it is scaled to the present speed. `agree` is given
     whether the kept result holds here, and returns whether it is used (on all ranks or on none).
     """
     path = cache_folder() / "profiles" / f"{_key(recording, leaves, variant)}.json"

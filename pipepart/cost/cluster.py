@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from pipepart.errors import ConfigError, did_you_mean
 from pipepart.files import Field, load_yaml
+from pipepart.values import shortened
 
 __all__ = ["MOST_DEVICES", "Cluster", "DeviceKind", "LinkKind", "Node", "cluster_from", "cluster_names", "load_cluster"]
 
@@ -170,8 +172,8 @@ def load_cluster(name: str | Path, *, devices: int | None = None) -> Cluster:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = _folder() / f"{name}.yaml"
-        if not path.is_file():
-            raise ConfigError(f"cluster {str(name)!r} is not known: {did_you_mean(str(name), cluster_names())}")
+        if not os.path.isfile(path):
+            raise ConfigError(f"cluster {shortened(name)} is not known: {did_you_mean(str(name), cluster_names())}")
     cluster = _cluster(load_yaml(path, ConfigError))
     return cluster if devices is None else cluster.with_devices(devices)
 

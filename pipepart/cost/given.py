@@ -8,11 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from pipepart.cost.op_costs import OpCosts
 from pipepart.errors import PlanError
 from pipepart.files import load_json, read_text
+from pipepart.values import MOST_WHOLE, Range
 
 __all__ = ["GivenDevice", "GivenGraph", "GivenTensor", "read_graph"]
 
@@ -49,6 +50,46 @@ class GivenGraph:
     tensors: tuple[GivenTensor, ...] | None = None
     """Traffic in seconds per chunk that shares the tensor. None: the file does not give it, so output bytes count."""
     devices: tuple[GivenDevice, ...] = ()
+
+
+_Bytes = Annotated[float, Range(0, MOST_WHOLE)]
+
+
+@dataclass(frozen=True)
+class _OperatorNode:
+    """A node of an operator graph in its file."""
+
+    OPEN_ENDED: ClassVar[bool] = True
+    id: int
+    supportedOnFpga: bool | int
+    cpuLatency: float
+    fpgaLatency: float
+    isBackwardNode: bool | int
+    size: _Bytes
+    colorClass: int | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class _OperatorEdge:
+    """An edge of an operator graph in its file."""
+
+    OPEN_ENDED: ClassVar[bool] = True
+    sourceId: int
+    destId: int
+    cost: float
+
+
+@dataclass(frozen=True)
+class _OperatorFile:
+    """The fields of an operator graph; other fields are ignored."""
+
+    OPEN_ENDED: ClassVar[bool] = True
+    maxSizePerFPGA: float
+    maxFPGAs: int
+    maxCPUs: int
+    nodes: tuple[_OperatorNode, ...]
+    edges: tuple[_OperatorEdge, ...]
 
 
 def read_graph(path: str | Path) -> GivenGraph:
@@ -107,16 +148,15 @@ def _read_operator_json(path: str | Path) -> GivenGraph:
     order of the forward: a backward op goes with its forward op, and the edges between backward ops are traffic only.
     If a backward op has no forward op beside it, its edges to other backward ops are kept, reversed.
     """
-    data = load_json(path).entries()
-    nodes: dict[int, Mapping[str, Any]] = {node["id"]: node for node in data["nodes"]}
-    costs = {edge["sourceId"]: _number(edge["cost"]) for edge in data["edges"]}
-    links = [(int(edge["sourceId"]), int(edge["destId"])) for edge in data["edges"]]
-    memory = _number(data["maxSizePerFPGA"])
-    counts = int(data["maxFPGAs"]), int(data["maxCPUs"])
-    back = {name: bool(node["isBackwardNode"]) for name, node in nodes.items()}
-    fast = {n: _number(x["fpgaLatency"]) if x["supportedOnFpga"] else math.inf for n, x in nodes.items()}
-    slow = {n: _number(x["cpuLatency"]) for n, x in nodes.items()}
-    size = {n: int(x["size"]) for n, x in nodes.items()}
+    data = load_json(path).read(_OperatorFile)
+    nodes = {node.id: node for node in data.nodes}
+    if len(nodes) < len(data.nodes):
+        raise PlanError(f"costs: {path}: two nodes have the same id")
+    costs = {edge.sourceId: edge.cost for edge in data.edges}
+    links = [(edge.sourceId, edge.destId) for edge in data.edges]
+    back = {n: bool(node.isBackwardNode) for n, node in nodes.items()}
+    fast = {n: float(node.fpgaLatency) if node.supportedOnFpga else math.inf for n, node in nodes.items()}
+    slow = {n: float(node.cpuLatency) for n, node in nodes.items()}
     unknown = [name for link in links for name in link if name not in nodes]
     if unknown:
         raise PlanError(f"costs: {path}: an edge names {unknown[0]}, which is no node of the file")
@@ -133,11 +173,11 @@ def _read_operator_json(path: str | Path) -> GivenGraph:
     seconds = [fast[name] if math.isfinite(fast[name]) else slow[name] for name in order]
     return GivenGraph(
         costs=OpCosts(
-            names=tuple(str(nodes[name]["name"]) if "name" in nodes[name] else str(name) for name in order),
+            names=tuple(nodes[name].name or str(name) for name in order),
             forward=tuple(0.0 if back[name] else t for name, t in zip(order, seconds)),
             backward_input=tuple(t if back[name] else 0.0 for name, t in zip(order, seconds)),
             backward_weight=(0.0,) * len(order),
-            parameter_bytes=tuple(size[name] for name in order),
+            parameter_bytes=tuple(int(nodes[name].size) for name in order),
             saved_bytes=(0,) * len(order),
             output_bytes=(0,) * len(order),
             source=Path(path).name,
@@ -146,20 +186,20 @@ def _read_operator_json(path: str | Path) -> GivenGraph:
         colocated=tuple(tuple(sorted(number_of[name] for name in group)) for group in groups),
         tensors=tensors,
         devices=(
-            GivenDevice("accelerator", counts[0], memory, tuple(fast[name] for name in order), True),
-            GivenDevice("host", counts[1], math.inf, tuple(slow[name] for name in order), False),
+            GivenDevice("accelerator", data.maxFPGAs, data.maxSizePerFPGA, tuple(fast[name] for name in order), True),
+            GivenDevice("host", data.maxCPUs, math.inf, tuple(slow[name] for name in order), False),
         ),
     )
 
 
 def _forward_order(
-    nodes: Mapping[int, Mapping[str, Any]], links: Sequence[tuple[int, int]], back: Mapping[int, bool], where: str
+    nodes: Mapping[int, _OperatorNode], links: Sequence[tuple[int, int]], back: Mapping[int, bool], where: str
 ) -> tuple[list[int], list[tuple[int, int]], list[list[int]]]:
     """Return order, edges and groups of a graph whose backward ops follow the order of their forward ops."""
     groups: dict[Any, list[int]] = {}
     for name, node in nodes.items():
-        if node.get("colorClass") is not None:
-            groups.setdefault(node["colorClass"], []).append(name)
+        if node.colorClass is not None:
+            groups.setdefault(node.colorClass, []).append(name)
     paired = {name for group in groups.values() if not all(back[name] for name in group) for name in group}
     edges = []
     for a, b in links:
@@ -205,6 +245,6 @@ def _fields(text: str) -> dict[str, float]:
 
 def _number(value: Any) -> float:
     number = float(value)
-    if not number >= 0:
-        raise ValueError(f"{value!r}, expected a number of at least 0")
+    if not 0 <= number <= MOST_WHOLE:
+        raise ValueError(f"{value!r}, expected a number from 0 to {MOST_WHOLE}")
     return number

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from pipepart.errors import PlanError
-from pipepart.files import Field, load_json
+from pipepart.files import Field, load_json, write_whole
 
 __all__ = ["SPLIT_LAYERS", "OpCosts", "given_costs", "read_costs", "write_costs"]
 
@@ -104,7 +104,7 @@ class OpCosts:
 
 def write_costs(path: str | Path, costs: OpCosts) -> None:
     """Write costs as JSON, one list per field."""
-    Path(path).write_text(json.dumps({"version": _VERSION, **asdict(costs)}, indent=1) + "\n")
+    write_whole(path, json.dumps({"version": _VERSION, **asdict(costs)}, indent=1) + "\n")
 
 
 def read_costs(path: str | Path) -> OpCosts:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -19,6 +20,7 @@ from pipepart.cost.cluster import MOST_DEVICES, Cluster, DeviceKind, LinkKind, N
 from pipepart.errors import PipepartError
 from pipepart.files import keep_json, load_json
 from pipepart.machine import cache_folder, usable, usable_cores
+from pipepart.values import Range
 
 __all__ = ["MeasuredMachine", "measure_machine", "processor", "this_machine"]
 
@@ -31,7 +33,7 @@ class MeasuredMachine:
 
     device: DeviceKind
     link: LinkKind
-    count: int
+    count: Annotated[int, Range(1, MOST_DEVICES)]
     key: str
     """Everything that the measurement depends on."""
 
@@ -92,7 +94,7 @@ def _kept(path: Path) -> MeasuredMachine | None:
         found = load_json(path).read(MeasuredMachine)
     except PipepartError:
         return None
-    return found if found.key == _key() and 1 <= found.count <= MOST_DEVICES else None
+    return found if found.key == _key() else None
 
 
 def _key() -> str:

@@ -32,7 +32,7 @@ def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = n
             return time_step(module, leaves, recording.loss_index, context, _FEW_STEPS, _STEP_BUDGET / 2)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # a run reports the error itself, or does not meet it
+        except Exception:  # a run reports the error itself, or does not encounter it
             return 0.0, 0.0
 
 

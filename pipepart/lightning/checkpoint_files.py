@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from pipepart.errors import PipepartError
+from pipepart.files import Field, load_json, write_whole
 
 __all__ = [
     "CheckpointError",
@@ -27,6 +29,7 @@ __all__ = [
     "SafeCheckpointIO",
     "check",
     "known_contents",
+    "load_file",
     "manifest_of",
     "others_beside",
     "safe_by_default",
@@ -60,37 +63,32 @@ def manifest_of(checkpoint: Path) -> Path:
 
 def write_manifest(checkpoint: Path, files: Mapping[str, Sequence[Content]]) -> None:
     """Write the contents that each file may have: two of them while one file replaces another."""
-    manifest = manifest_of(checkpoint)
-    part = manifest.with_name(f"{manifest.name}.part")
-    with open(part, "w") as file:
-        json.dump({"files": {name: [asdict(one) for one in contents] for name, contents in files.items()}}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, manifest)
+    document = {"files": {name: [asdict(one) for one in contents] for name, contents in files.items()}}
+    write_whole(manifest_of(checkpoint), json.dumps(document), sync=True)
 
 
-def known_contents(checkpoint: Path) -> dict[Path, list[Content]]:
-    """The files of a checkpoint and the contents that they may have. OSError, ValueError: no readable manifest."""
-    document = json.loads(manifest_of(checkpoint).read_text())
-    try:
-        files = _files_of(document)
-        known = {name: [Content(int(one["bytes"]), str(one["sha256"])) for one in files[name]] for name in files}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a manifest: {type(error).__name__}: {error}") from error
+def known_contents(checkpoint: Path) -> dict[Path, tuple[Content, ...]]:
+    """The files of a checkpoint and the contents that they may have. CheckpointError: no readable manifest."""
+    manifest = load_json(manifest_of(checkpoint), CheckpointError)
+    known = _files_of(manifest)
+    for name, contents in known.items():
+        if not contents or name != Path(name).name:
+            raise CheckpointError(f"{manifest.path}: {name!r} has no content, or is not the name of a file beside it")
     if checkpoint.is_dir():
         return {checkpoint / name: contents for name, contents in known.items()}
-    (contents,) = known.values() if known else ([],)  # under any name: the file may have been renamed
-    return {checkpoint: contents}
+    if len(known) != 1:
+        raise CheckpointError(f"{manifest.path} has {len(known)} files; expected one")
+    return {checkpoint: next(iter(known.values()))}  # under any name: the file may have been renamed
 
 
-def _files_of(document: Any) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+def _files_of(manifest: Field) -> Mapping[str, tuple[Content, ...]]:
     """The files of a manifest. Earlier versions wrote two other forms, for files and for directories."""
-    if isinstance(document.get("files"), dict):
-        files: Mapping[str, Sequence[Mapping[str, Any]]] = document["files"]
-        return files
-    if "contents" in document:
-        return {document["file"]: document["contents"]}
-    return {name: [content] for name, content in document.items()}
+    entries = manifest.entries()
+    if isinstance(entries.get("files"), dict):
+        return manifest.at("files").read(Mapping[str, tuple[Content, ...]])  # type: ignore[type-abstract]
+    if "contents" in entries:
+        return {manifest.at("file").read(str): manifest.at("contents").read(tuple[Content, ...])}
+    return {name: (manifest.at(name).read(Content),) for name in entries}
 
 
 def check(checkpoint: Path, known: Mapping[Path, Sequence[Content]], hint: str = "") -> None:
@@ -124,7 +122,7 @@ def others_beside(damaged: Path) -> str:
             known = known_contents(path)
             if all(known.values()) and not _fault(path, known):
                 return f" The newest intact checkpoint beside it: {path}"
-        except (OSError, ValueError):
+        except (OSError, CheckpointError):
             continue
     return " There is no other intact checkpoint beside it."
 
@@ -161,7 +159,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
             content = Content.of(part)
             write_manifest(target, {target.name: [content, *_written_before(target)][:2]})
             os.replace(part, target)
-            write_manifest(target, {target.name: [content]})
+            with suppress(OSError):  # the checkpoint is there, and the manifest has its digest already
+                write_manifest(target, {target.name: [content]})
             _sync_directory(target.parent)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             with suppress(OSError):
@@ -173,25 +172,47 @@ class SafeCheckpointIO(TorchCheckpointIO):
         self, path: Any, map_location: Callable | None = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Tensors are mapped from the file and read when they are used, so a rank reads only its part of a large file."""
-        if "://" in str(path):
-            return super().load_checkpoint(path, map_location, weights_only)
+        if "://" in str(path):  # Lightning would read web addresses with weights_only=False
+            return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
         if not Path(path).exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        try:
-            return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)  # type: ignore[arg-type]
-        except Exception as error:
-            if "mmap can only be used" in str(error):  # files of old versions of torch
-                return super().load_checkpoint(path, map_location, weights_only)
-            if "weights_only" in str(error).lower() or "Weights only" in str(error):
-                raise
-            raise CheckpointError(
-                f"the checkpoint {path} cannot be read: {error}{others_beside(Path(path))}"
-            ) from error
+        found: dict[str, Any] = load_file(Path(path), weights_only, map_location)
+        return found
 
     def remove_checkpoint(self, path: Any) -> None:
         super().remove_checkpoint(path)
         if "://" not in str(path):
             manifest_of(Path(path)).unlink(missing_ok=True)
+
+
+def load_file(path: Path, weights_only: bool | None, map_location: Any = None) -> Any:
+    """Read a file of `torch.save`, its tensors when they are used.
+
+    `weights_only`: None or True read tensors and plain values only; False also reads objects of other classes.
+    """
+    options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
+    try:
+        try:
+            return torch.load(path, mmap=True, **options)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            return torch.load(path, **options)  # files of old versions of torch
+    except Exception as error:
+        if "weights_only" in str(error) or "Weights only" in str(error):
+            raise CheckpointError(
+                f"the checkpoint {path} is refused: it holds more than tensors and plain values, and reading that can run "
+                f"code.\n  reason: {_named_in(str(error))}\n  do: if you trust its source, read it with "
+                "weights_only=False (an argument of trainer.fit, validate, test, predict and of pipepart.consolidate), or "
+                "allow the class with torch.serialization.add_safe_globals([...])"
+            ) from error
+        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}{others_beside(path)}") from error
+
+
+def _named_in(text: str) -> str:
+    """The sentence of torch's message that names the class, or its first line."""
+    found = re.search(r"(?i)(?:unsupported|global)[^\n]*? ([\w]+(?:\.[\w]+)+)", text)
+    return found.group(0) if found else text.splitlines()[0]
 
 
 def safe_by_default(io: CheckpointIO | None) -> CheckpointIO:
@@ -211,12 +232,12 @@ def verify(path: Any) -> None:
         check(file, {file: contents}, f" If it was changed on purpose, remove {manifest_of(file).name}.")
 
 
-def _written_before(file: Path) -> list[Content]:
+def _written_before(file: Path) -> tuple[Content, ...]:
     """The contents in the manifest of a file; none if it has no readable manifest."""
     try:
-        return known_contents(file).get(file, [])
-    except (OSError, ValueError):
-        return []
+        return known_contents(file).get(file, ())
+    except CheckpointError:
+        return ()
 
 
 def _sync_directory(path: Path) -> None:

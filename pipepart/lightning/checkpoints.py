@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
@@ -16,6 +15,7 @@ from pipepart.lightning.optimizers import full_optimizer_state, load_full_optimi
 from pipepart.lightning.ranks import Ranks
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import exchange_objects
 
 __all__ = ["Checkpoints"]
 
@@ -83,9 +83,8 @@ class Checkpoints:
             failure = error
         failures: list[str | None] = [None]
         if self._ranks.groups is not None:
-            failures *= self._ranks.mesh.world_size
             with guarded(self._ranks.groups):  # not through the store of the job, which may be on the same full disk
-                dist.all_gather_object(failures, None if failure is None else str(failure))
+                failures = exchange_objects(None if failure is None else str(failure), self._ranks.groups)
         if failure is not None:
             raise failure
         for rank, text in enumerate(failures):

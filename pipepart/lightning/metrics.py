@@ -61,7 +61,7 @@ class Later:
             if isinstance(item, torch.Tensor):
                 raise ConfigError(
                     f"the step computes with the value of {self._origin} and a tensor of the model. That value is known "
-                    "after the step, on the last stage: log it as it is, or use torchmetrics.functional in the step."
+                    "after the step, on the last stage: log it unchanged, or use torchmetrics.functional in the step."
                 )
 
         def compute(known: Mapping[int, Any]) -> Any:
@@ -86,7 +86,7 @@ class Later:
 
     def _refuse(self, *args: Any) -> Any:
         raise ConfigError(
-            f"the step converts the value of {self._origin} to a Python number, or decides by it. That value is known "
+            f"the step converts the value of {self._origin} to a Python number, or branches on it. That value is known "
             "after the step: use it in a hook (on_train_batch_end, on_validation_epoch_end)."
         )
 
@@ -190,7 +190,7 @@ class ConnectedMetrics:
             self._compute.put(metric, "compute", _shared_compute(metric.compute, runtime))
 
     def release(self) -> None:
-        """Give the metrics back as they were before."""
+        """Restore the original metrics."""
         self._compute.undo()
         self._reach.undo()
 

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from pipepart.errors import ConfigError, PlanError
+from pipepart.files import may_fail
 from pipepart.lightning.announce import tell
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.lightning.tracking import log_files
@@ -24,6 +25,7 @@ from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import measured_step, plan_figures, step_figures
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import exchange_objects
 from pipepart.runtime.microbatch import batch_size_of
 
 __all__ = ["PipelineMonitor"]
@@ -38,10 +40,10 @@ class PipelineMonitor(Callback):
     trainer = L.Trainer(strategy=PipelineStrategy(stages=2), callbacks=[PipelineMonitor()], logger=CSVLogger("runs"))
     ```
 
-    All loggers of the trainer get the same figures, on rank 0. At the end `plan.json`, `graph.json`, `trace.json` and
-    `report.html` are in `folder` (by default the trainer's log directory); Weights & Biases has them as artifacts and
-    the page as a panel. If a logger fails, a warning names it, and the run continues without it. `title` is the title of
-    the page (by default the name of the module's class).
+    All loggers of the trainer get the same figures, on rank 0. At the end, after the last checkpoint, `plan.json`,
+    `graph.json`, `trace.json` and `report.html` are in `folder` (by default the trainer's log directory); Weights & Biases
+    has them as artifacts and the page as a panel. If a logger fails or a file cannot be written, a warning names it, and
+    the run continues without it. `title` is the title of the page (by default the name of the module's class).
     """
 
     def __init__(
@@ -63,6 +65,10 @@ class PipelineMonitor(Callback):
         self._folder = Path()
         self._silenced: set[int] = set()
         self._untrace: Callable[[], None] = lambda: None
+
+    def writes_report(self, folder: Path) -> bool:
+        """Whether this callback writes the report of the current run, in this folder."""
+        return self._every > 0 and self._report and self._folder.absolute() == folder.absolute()
 
     # ---- hooks
 
@@ -123,6 +129,9 @@ class PipelineMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._untrace()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Checkpoint callbacks write their last file in `on_train_end`, after all other callbacks.
         strategy = trainer.strategy
         if self._every and self._report and trainer.is_global_zero and isinstance(strategy, PipelineStrategy):
             self._write_report(trainer, strategy)
@@ -136,11 +145,9 @@ class PipelineMonitor(Callback):
         plan, figures = strategy.plan, plan_figures(strategy.plan)
         files: dict[str, Path] = {}
         if self._report:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            files = {"plan.json": self._folder / "plan.json", "graph.json": self._folder / "graph.json"}
-            self.files.update(files)
-            plan.save(files["plan.json"])
-            save_graph(files["graph.json"], strategy.runtime.graph, strategy.runtime.costs)
+            runtime = strategy.runtime
+            files |= self._written("plan.json", plan.save)
+            files |= self._written("graph.json", lambda path: save_graph(path, runtime.graph, runtime.costs))
 
         def record(logger: Logger) -> None:
             if isinstance(logger, TensorBoardLogger):
@@ -154,26 +161,39 @@ class PipelineMonitor(Callback):
 
     def _write_report(self, trainer: Trainer, strategy: PipelineStrategy) -> None:
         plan, timeline, steps = strategy.plan, strategy.runtime.timeline, strategy.step_times
-        files = {"report.html": self._folder / "report.html"}
+        files: dict[str, Path] = {}
         if timeline is not None:
-            files["trace.json"] = save_timeline(self._folder / "trace.json", timeline)
-        write_report(
-            files["report.html"],
-            plan,
-            graph=strategy.runtime.graph,
-            costs=strategy.runtime.costs,
-            measured=timeline,
-            measured_step=measured_step(steps),
-            title=self._title or type(trainer.lightning_module).__name__,
+            files |= self._written("trace.json", lambda path: save_timeline(path, timeline))
+        files |= self._written(
+            "report.html",
+            lambda path: write_report(
+                path,
+                plan,
+                graph=strategy.runtime.graph,
+                costs=strategy.runtime.costs,
+                measured=timeline,
+                measured_step=measured_step(steps),
+                title=self._title or type(trainer.lightning_module).__name__,
+            ),
         )
 
         def record(logger: Logger) -> None:
-            if isinstance(logger, WandbLogger):
+            if isinstance(logger, WandbLogger) and files:
                 log_files(logger, f"report-{plan.hash}", "report", files, plan_figures(plan))
 
         self._with_loggers(trainer, record)
-        self.files.update(files)
-        _log.info(f"pipepart: report {files['report.html']}")
+        if "report.html" in files:
+            _log.info(f"pipepart: report {files['report.html']}")
+
+    def _written(self, name: str, write: Callable[[Path], Any]) -> dict[str, Path]:
+        """Write a file into the folder, and return it by its name; nothing but a warning if it cannot be written."""
+        path = self._folder / name
+        with may_fail(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
+            self.files[name] = path
+            return {name: path}
+        return {}
 
     def _with_loggers(self, trainer: Trainer, action: Callable[[Logger], None]) -> None:
         """Call `action` for each logger. A logger that fails does not end the run, and is left out from then on."""
@@ -218,7 +238,5 @@ def _memory_by_stage(runtime: StageRuntime) -> list[float]:
     groups = runtime.groups
     if groups is None or groups.mesh.stages == 1:
         return [mine]
-    parts: list[Any] = [None] * groups.mesh.stages
     with guarded(groups):
-        dist.all_gather_object(parts, mine, group=groups.pipeline)
-    return parts
+        return exchange_objects(mine, groups, inside_replica=True)

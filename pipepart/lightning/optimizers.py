@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from pipepart.recording.inputs import trees
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import exchange_objects
 
 __all__ = [
     "full_optimizer_state",
@@ -43,7 +43,7 @@ def own_part(optimizer: Optimizer, states: dict[int, Any]) -> dict[int, Any]:
 
 
 def _without_values(state: Any) -> bool:
-    """Whether a state was made for a parameter of another stage. After the run that parameter may have its values again."""
+    """Whether a state was made for a parameter of another stage. After a run such a parameter can have values again."""
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in trees.leaves_of(state))
 
 
@@ -61,9 +61,8 @@ def gather_parts(part: dict[Any, Any], runtime: StageRuntime) -> dict[Any, Any] 
     if groups is None:
         return part
     with guarded(groups):
-        parts: list[Any] | None = [None] * groups.mesh.stages if groups.stage == 0 else None
-        dist.gather_object(part, parts, groups.rank_of_stage(0), group=groups.pipeline)
-    if groups.rank != 0 or parts is None:
+        parts = exchange_objects(part, groups, inside_replica=True, target=groups.rank_of_stage(0))
+    if groups.rank != 0:
         return None
     merged: dict[Any, Any] = {}
     for found in parts:

@@ -16,7 +16,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -29,6 +28,7 @@ from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.checkpoints import Checkpoints
 from pipepart.lightning.data import reopen, shared_example, steps_ahead
+from pipepart.lightning.launcher import Launcher
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.options import StrategyOptions
 from pipepart.lightning.ranks import Ranks
@@ -42,7 +42,6 @@ from pipepart.recording.inputs.batching import BatchDim
 from pipepart.runtime import Mesh, StageRuntime
 from pipepart.runtime.device import limit_threads
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.rendezvous import name_job
 
 __all__ = ["PipelineStrategy"]
 
@@ -242,9 +241,7 @@ class PipelineStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         _ = self.mesh  # raises here, before any process is started, if the devices do not fit the stages
-        if not self.cluster_environment.creates_processes_externally:
-            name_job()
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -262,7 +259,7 @@ class PipelineStrategy(ParallelStrategy):
         self.set_world_ranks()
         limit_threads(self.num_processes)
         try:
-            self._ranks.join(self.cluster_environment, self.root_device)
+            self._ranks.join(self.cluster_environment, self.root_device, self.num_nodes)
         except BaseException:  # the processes that this one has started would wait for it
             if self._launcher is not None:
                 self._launcher.kill(signal.SIGTERM)

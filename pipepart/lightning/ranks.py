@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _distributed_is_initialized,
@@ -23,11 +24,12 @@ from pipepart.errors import ConfigError
 from pipepart.lightning.data import ends_together, needs_agreement
 from pipepart.lightning.materialise import empty_names
 from pipepart.options import Options
+from pipepart.parent import outlive_parent
 from pipepart.runtime import Groups, Mesh, fit_mesh
 from pipepart.runtime.device import backend_for
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
-from pipepart.runtime.rendezvous import local_store
+from pipepart.runtime.rendezvous import meeting_store
 
 __all__ = ["Ranks"]
 
@@ -51,14 +53,17 @@ class Ranks:
         """Seconds that ranks wait for each other."""
         return self._options.timeout
 
-    def join(self, environment: ClusterEnvironment, device: torch.device) -> None:
+    def join(self, environment: ClusterEnvironment, device: torch.device, nodes: int) -> None:
         """Connect this process with the others of the job. Every rank must call it. A second call changes nothing."""
         self.device = device
         timeout, store = timedelta(seconds=self.timeout), None
         if not dist.is_initialized():
             rank, world = environment.global_rank(), environment.world_size()
-            store = local_store(environment.main_address, environment.main_port, rank, world, timeout)
+            address, port = environment.main_address, environment.main_port
+            store = meeting_store(address, port, rank, world, timeout, one_host=nodes == 1)
         _init_dist_connection(environment, backend_for(device), timeout=timeout, store=store)
+        if isinstance(environment, LightningEnvironment):  # the launcher has tied this process to rank 0
+            outlive_parent()
         if self.groups is None and self.mesh.world_size > 1:
             self.groups = Groups.create(self.mesh, timeout)
 

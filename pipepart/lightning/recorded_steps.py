@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch import LightningModule
 
 from pipepart.build import Built, Example, Job, Recorded, Step, add_step, build, example_microbatch
+from pipepart.build.job import no_samples
 from pipepart.build.rehearsal import rehearsed
-from pipepart.build.step_variants import Variants, leaves_ahead
+from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
 from pipepart.build.verification import verification
 from pipepart.errors import CaptureError
 from pipepart.lightning.announce import tell
@@ -129,11 +130,17 @@ class RecordedSteps:
         variants = self.variants.setdefault(key, Variants(key))
         if step == "training_step" and _trainable(self._module) != self._trainable:
             variants.names = []  # a part was frozen or unfrozen (fine-tuning callbacks)
+        known = variants.names[0] if variants.names else next(iter(self.effects))
+        # Replicas agree only on steps that reduce gradients: their windows may have different numbers of batches.
+        together = step == "training_step" and not self._module.trainer.fit_loop._should_accumulate()
+        empty = empty_replica(batch, known, self.runtime, all_replicas=together)
         for _ in range(2):
             if variants.names:
-                name, leaves = variants.choose(self._flatten(batch, batch_idx, loader), self.runtime)
+                name, leaves = variants.choose(self._flatten(batch, batch_idx, loader), self.runtime, empty=empty)
                 if name is not None:
                     return name, leaves
+            elif replica := self.runtime.from_first(empty):
+                raise no_samples(step, self._job.groups, replica)
             self._add(variants, step, batch, batch_idx, loader)
         raise CaptureError(f"{step}: the recording that was made on this batch does not hold for it")
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
@@ -32,11 +31,13 @@ from pipepart.lightning.checkpoint_files import (
     SafeCheckpointIO,
     check,
     known_contents,
+    load_file,
     manifest_of,
     others_beside,
     write_manifest,
 )
 from pipepart.lightning.optimizers import gather_parts, own_part
+from pipepart.lightning.shard_index import ShardReader
 from pipepart.runtime import StageRuntime
 
 __all__ = [
@@ -170,7 +171,7 @@ def verify_shards(path: Any) -> None:
     folder = Path(path)
     try:
         known = known_contents(folder)
-    except (OSError, ValueError) as error:
+    except CheckpointError as error:
         raise CheckpointError(
             f"the checkpoint {folder} is damaged: no readable {manifest_of(folder).name} ({error}).{others_beside(folder)}"
         ) from error
@@ -178,15 +179,20 @@ def verify_shards(path: Any) -> None:
 
 
 def load_rest(path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """The checkpoint without its tensors, with the path of the directory under "pipepart_shards"."""
-    checkpoint: dict[str, Any] = torch.load(Path(path) / _REST, weights_only=weights_only)
+    """The checkpoint without its tensors, with the path of the directory under "pipepart_shards".
+
+    `weights_only`: None or True read plain values only; False also reads objects of other classes, which can run code.
+    """
+    checkpoint = load_file(Path(path) / _REST, weights_only)
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f"the checkpoint {path} cannot be read: {_REST} holds a {type(checkpoint).__name__}")
     checkpoint["pipepart_shards"] = str(path)
     return checkpoint
 
 
 def load_model(checkpoint: dict[str, Any], runtime: StageRuntime, strict: bool) -> None:
     """Read the parameters and buffers of this stage."""
-    reader = FileSystemReader(checkpoint["pipepart_shards"])
+    reader = ShardReader(checkpoint["pipepart_shards"])
     known = reader.read_metadata().state_dict_metadata
     state = runtime.parts.state_dict()
     wanted = {
@@ -202,7 +208,7 @@ def load_model(checkpoint: dict[str, Any], runtime: StageRuntime, strict: bool) 
 
 def load_optimizer(checkpoint: dict[str, Any], number: int, optimizer: Optimizer) -> None:
     """Read the states of the parameters on this rank."""
-    reader = FileSystemReader(checkpoint["pipepart_shards"])
+    reader = ShardReader(checkpoint["pipepart_shards"])
     known = reader.read_metadata().state_dict_metadata
     found: dict[int, dict[str, str]] = {}
     for name in known:
@@ -224,15 +230,19 @@ def load_optimizer(checkpoint: dict[str, Any], number: int, optimizer: Optimizer
 
 
 def _empty(metadata: Any) -> torch.Tensor:
-    assert isinstance(metadata, TensorStorageMetadata)
+    assert isinstance(metadata, TensorStorageMetadata)  # `ShardReader` reads no others
     return torch.empty(metadata.size, dtype=metadata.properties.dtype)
 
 
-def consolidate(folder: Any, file: Any) -> None:
-    """Convert a directory to one plain `.ckpt` file that Lightning loads without pipepart."""
+def consolidate(folder: Any, file: Any, weights_only: bool | None = None) -> None:
+    """Convert a directory to one plain `.ckpt` file that Lightning loads without pipepart.
+
+    Checkpoints with objects of your own classes (in hyper-parameters or in the state of callbacks) need
+    ``weights_only=False``, which can run code: use it for checkpoints from a source that you trust.
+    """
     verify_shards(folder)
-    checkpoint = load_rest(folder, None)
-    reader = FileSystemReader(checkpoint.pop("pipepart_shards"))
+    checkpoint = load_rest(folder, weights_only)
+    reader = ShardReader(checkpoint.pop("pipepart_shards"))
     tensors = {name: _empty(entry) for name, entry in reader.read_metadata().state_dict_metadata.items()}
     read_tensors(tensors, storage_reader=reader, no_dist=True)
     plain = checkpoint.pop("pipepart_plain_state")

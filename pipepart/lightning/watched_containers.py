@@ -131,8 +131,8 @@ def wrapped(watch: Watch, path: Path, value: Any, depth: int = 0) -> Any:
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(
-            f"the step calls {name} on {text_of(self.path)}: of the changes of lists, dicts and sets, a recorded step can "
-            "repeat only append, extend, add, update and setting an item. Make other changes in a hook."
+            f"the step calls {name} on {text_of(self.path)}. A recorded step can repeat only append, extend, add, update "
+            "and setting an item. Make other changes in a hook."
         )
 
     return refuse

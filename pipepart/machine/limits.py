@@ -189,9 +189,10 @@ def _kept(cpu: tuple[str, str]) -> Products | None:
     """The answer for this CPU on disk; None if there is none that can be read."""
     try:
         found = load_json(_file(cpu))
-        return Products(found.at("works").read(tuple[str, ...]), found.at("limit").read(dict[str, str]))
+        answer = Products(found.at("works").read(tuple[str, ...]), found.at("limit").read(dict[str, str]))
     except PipepartError:
         return None
+    return answer if answer.limit in _LIMITS and set(answer.works) <= set(_DTYPES) else None
 
 
 def _keep(cpu: tuple[str, str], answer: Products) -> None:

@@ -1,4 +1,4 @@
-"""The program that tries bfloat16 and float16 products. It may die, so it always runs in a process of its own.
+"""The program that tries bfloat16 and float16 products. It may be killed by a signal, so it runs in its own process.
 
 It writes ``works NAME`` to file descriptor 1 for each dtype in turn. The file is run and never imported.
 """

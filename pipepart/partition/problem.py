@@ -137,7 +137,7 @@ class Problem:
         object.__setattr__(self, "split_at", tuple(sorted(set(self.split_at))))
         for op in self.split_at:
             if not 0 < op < n:
-                raise PartitionError(f"partition: split_at {op} is no place for a cut; expected an op in 1..{n - 1}")
+                raise PartitionError(f"partition: split_at {op} is not a place for a cut; expected an op in 1..{n - 1}")
         if not self.devices or not self.links:
             raise PartitionError("partition: expected at least one device and one link")
         for device in self.devices:

@@ -118,7 +118,7 @@ class UnitCosts:
     """Bytes of each tensor, forward and back: the traffic."""
     overlap: bool
     keeps: bool
-    """Chunks may keep their saved tensors."""
+    """Whether chunks may keep their saved tensors."""
     recomputes: bool
     """Chunks may recompute."""
     scale: float

@@ -33,7 +33,7 @@ __all__ = ["Candidate", "SearchSpace"]
 _ONE_STAGE = (1, 2, 4, 8, 16, 32)
 """Numbers of micro-batches that are tried on one stage if memory is short."""
 _HARDLY = 4
-"""Factor of the estimate of a candidate that will hardly fit into memory: it comes last."""
+"""Factor of the estimate of a candidate that will probably not fit into memory: it comes last."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class SearchSpace:
         return PlanError(
             f"the model does not fit on {devices} device(s) of {room / 1e9:.2f} GB: weights, gradients and optimizer state "
             f"are {self._state / 1e9:.2f} GB, {self._state / devices / 1e9:.2f} GB a stage with all devices in one "
-            f"pipeline. More stages would fit: use devices={math.ceil(self._state / room)} or more."
+            f"pipeline. The model fits on more stages: use devices={math.ceil(self._state / room)} or more."
         )
 
     @cached_property
@@ -203,7 +203,9 @@ def _bubble(choice: ScheduleChoice, p: int, m: int, f: float, i: float, w: float
         "zb_h2": _Bubble(gap * max(f + i - 2 * w, 0.0), float(min(m, 2 * p - 1))),
         "zb_v": _Bubble(gap * f / 2, float(min(m, p))),
     }
-    return kinds.get(choice.schedule, kinds["1f1b"])  # a schedule from a file is only simulated
+    return kinds.get(
+        choice.schedule, kinds["1f1b"]
+    )  # schedules from files have no formula: that of 1f1b stands for them
 
 
 def _divided(devices: int, by: int, name: str) -> int:

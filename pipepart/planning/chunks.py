@@ -33,7 +33,7 @@ class ChunkPlan:
     backward_input: float
     backward_weight: float
     received_bytes: int = 0
-    """Bytes from earlier chunks for one micro-batch: all that a chunk that recomputes keeps of it."""
+    """Bytes from earlier chunks for one micro-batch; a chunk that recomputes keeps only these."""
     reduce: float = 0.0
     """Seconds to sum its gradients over the replicas, once per step."""
     handling_forward: float = 0.0

@@ -68,7 +68,7 @@ def describe(plan: Plan) -> str:
 def _summary(plan: Plan) -> list[str]:
     samples = plan.batch_size * plan.replicas
     quality = (
-        "no split has a faster slowest stage (proved)"
+        "the slowest stage is optimal (proved)"
         if plan.proved
         else f"the slowest stage is at most {plan.bottleneck_gap:.1%} above the optimal bottleneck"
     )
@@ -142,7 +142,7 @@ def _limits(plan: Plan) -> str:
     reduce = max(chunk.reduce for chunk in plan.chunks)
     if plan.stages == 1:
         return "the compute of the one stage" + (
-            f" and {format_seconds(reduce)} of summing gradients" if reduce else ""
+            f" and {format_seconds(reduce)} for the sum of gradients" if reduce else ""
         )
     if busy[slowest] >= 0.9 * step:
         return f"stage {slowest}, busy for {busy[slowest] / step:.0%} of the step"

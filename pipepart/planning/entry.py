@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
-from pipepart.cost.cluster import Cluster, load_cluster
+from pipepart.cost.cluster import MOST_DEVICES, Cluster, load_cluster
 from pipepart.cost.op_costs import given_costs
 from pipepart.cost.this_machine import this_machine
 from pipepart.errors import PlanError
@@ -23,6 +23,7 @@ from pipepart.planning.search import search
 from pipepart.planning.sources import Analytic, Costs, Given, Profiled, batch_of
 from pipepart.recording import Recording
 from pipepart.schedule import read_csv
+from pipepart.values import Positive, Range, check_fields, shortened
 
 __all__ = ["Target", "plan", "plan_for"]
 
@@ -70,11 +71,11 @@ class Target:
     """The devices, costs and batch that a plan is made for."""
 
     cluster: Cluster | str | Path | None = None
-    devices: int | None = None
+    devices: Annotated[int, Range(1, MOST_DEVICES)] | None = None
     cost: Literal["auto", "profile", "analytic"] | str | Path = "auto"
-    batch_size: int | None = None
+    batch_size: Positive | None = None
     """Samples of one step, over all replicas."""
-    optimizer_factor: float = 2.0
+    optimizer_factor: Annotated[float, Range(0, 1000)] = 2.0
     dtype: str | None = None
     each_replica: bool = False
     """Whether `batch_size` is that of one replica, as under Lightning, where every replica has its own loader. The plan
@@ -83,6 +84,12 @@ class Target:
     """The precision in which ops are measured."""
     variant: str = ""
     """The name of that precision."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name, kinds in (("cluster", (Cluster, str, Path, type(None))), ("cost", (str, Path))):
+            if not isinstance(getattr(self, name), kinds):
+                raise PlanError(f"{name} must be a name or a path, got {shortened(getattr(self, name))}")
 
 
 def plan_for(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from pipepart.errors import PipepartError, PlanError, did_you_mean
-from pipepart.files import parse_json, read_text
+from pipepart.files import parse_json, read_text, write_whole
 from pipepart.planning.chunks import ChunkPlan, StageMemory, Tie, Traffic, simulator_costs, simulator_edges
 from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Schedule, Timeline, from_csv, make_schedule, simulate
+from pipepart.values import Positive, shortened
 
 __all__ = ["VERSION", "Plan"]
 
@@ -32,9 +34,9 @@ class Plan:
     """Op -> chunk, in the order of `ops`."""
     placement: tuple[int, ...]
     """Chunk -> stage."""
-    replicas: int
-    microbatches: int
-    microbatch_size: int
+    replicas: Positive
+    microbatches: Positive
+    microbatch_size: Positive
     schedule: str
     slack: int
     chunks: tuple[ChunkPlan, ...]
@@ -151,13 +153,13 @@ class Plan:
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        write_whole(path, self.to_json() + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan from a file."""
-        if not Path(path).exists():
-            raise PlanError(f"there is no plan at {str(path)!r}. Save one with plan.save(path).")
+        if not os.path.exists(path):
+            raise PlanError(f"there is no plan at {shortened(str(path), 300)}. Save one with plan.save(path).")
         try:
             return _read(read_text(path))
         except PipepartError as error:
@@ -201,20 +203,22 @@ def _check(plan: Plan) -> None:
         if found != expected:
             raise PlanError(f"{name} has {found} entries; expected {expected}")
     sizes = (plan.replicas, plan.microbatches, plan.microbatch_size)
-    if min(sizes) < 1 or plan.replicas * chunks > _MOST_RANKS or plan.microbatches * chunks > _MOST_FORWARDS:
+    if plan.replicas * chunks > _MOST_RANKS or plan.microbatches * chunks > _MOST_FORWARDS:
         raise PlanError(
-            f"replicas, microbatches and microbatch_size are {sizes} with {chunks} chunks; expected at least 1 of each, "
-            f"at most {_MOST_RANKS} replicas x chunks, and at most {_MOST_FORWARDS} micro-batches x chunks"
+            f"replicas, microbatches and microbatch_size are {sizes} with {chunks} chunks; expected at most "
+            f"{_MOST_RANKS} replicas x chunks, and at most {_MOST_FORWARDS} micro-batches x chunks"
         )
     if any(chunk >= chunks for chunk in plan.chunk_of):
         raise PlanError(f"chunk_of has an entry {max(plan.chunk_of)}; expected chunks below {chunks}")
     if any(chunk.stage != stage for chunk, stage in zip(plan.chunks, plan.placement)):
         raise PlanError("stage of a chunk differs from placement")
     if not plan.actions and plan.schedule not in SCHEDULES:
-        raise PlanError(f"schedule {plan.schedule!r} is not known: {did_you_mean(plan.schedule, SCHEDULES)}")
+        raise PlanError(f"schedule {shortened(plan.schedule)} is not known: {did_you_mean(plan.schedule, SCHEDULES)}")
     schedule = plan.make_schedule() if plan.actions else plan.make_schedule(1)
     if schedule.placement != plan.placement:
-        raise PlanError(f"schedule {plan.schedule!r} places its chunks on stages {list(schedule.placement)!s:.80}")
+        raise PlanError(
+            f"schedule {shortened(plan.schedule)} places its chunks on stages {list(schedule.placement)!s:.80}"
+        )
     _ = plan.edges, plan.costs  # these check the chunks that traffic and ties name
 
 

@@ -263,7 +263,7 @@ def _choices(request: PlanRequest, stages: int) -> Iterator[ScheduleChoice]:
         elif kind.fixed_chunks is not None or not auto:
             counts = (kind.fixed_chunks or kind.usual_chunks,)
         else:
-            counts = _AUTO_CHUNKS if name == "interleaved" else (1,)
+            counts = _AUTO_CHUNKS if kind.usual_chunks > 1 else (1,)
         if auto and kind.takes_slack is False and request.slack not in ("auto", 0):
             continue
         if request.slack == "auto":
@@ -273,6 +273,6 @@ def _choices(request: PlanRequest, stages: int) -> Iterator[ScheduleChoice]:
         for chunks in counts:
             if auto and kind.fixed_chunks not in (None, chunks):
                 continue
-            if auto and name == "interleaved" and chunks == 1:
+            if auto and kind.fixed_chunks is None and kind.usual_chunks > 1 and chunks == 1:
                 continue
             yield ScheduleChoice(name, chunks, slack)

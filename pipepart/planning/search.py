@@ -111,7 +111,7 @@ class _Search:
         self.space = space
         self.judged: list[_Judged] = []
         self.refused: PartitionError | None = None
-        """The first refusal: a model of few ops may have p chunks, but not 2 p."""
+        """The first refusal: a model of few ops can be divided into p chunks, but not into 2 p."""
 
     def best(self, candidates: Sequence[Candidate], below: float = math.inf) -> _Judged | None:
         """Return the best of these candidates; None if none can be split, or if none can have a step below the limit."""

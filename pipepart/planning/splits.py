@@ -32,10 +32,10 @@ _EFFORT = 300_000
 _MOST_SCORES = 150
 """Splits that are scored for the moves of one split."""
 _SHORT = 4_000
-"""Actions of a schedule up to which a quick look simulates the simple splits as well."""
+"""Largest number of actions for which the first pass also simulates the simple splits."""
 _SMALL = 150_000
-"""Ops times chunks up to which a quick look searches a cut within memory as well. With several chunks per stage, which
-share their memory, it is a third of that."""
+"""Largest product of ops and chunks for which the first pass also searches a split within the memory limit. With
+several chunks per stage, which share their memory, it is a third of that."""
 _SIMPLE = ("even", "flops", "greedy", "parameters")
 _MOVE_SIZES = (1, 2, 3, 5, 8, 13, 21, 34)
 """Numbers of units that one move takes."""
@@ -130,7 +130,7 @@ class Case:
             starts.update((name, simple[name].chunk_of) for name in sorted(simple))
         judged = {name: self.judge(choice, schedule, np.asarray(split)) for name, split in starts.items()}
         first = judged[exact.method]
-        # A cut within memory: if the free one does not fit, or if another might recompute less.
+        # Search a split within the memory limit if the free one exceeds it, or if another might recompute less.
         small = problem.ops * schedule.chunks <= (_SMALL if choice.chunks == 1 else _SMALL // 3)
         wanted = not first.fits and (moves or small)
         if self.limited and (wanted or (moves and small and any(first.fit.recompute))):
@@ -252,7 +252,7 @@ class Mover:
         """Yield splits with the last units before the cut moved behind it, or the first units behind it before it."""
         before = np.flatnonzero(units == cut)
         after = np.flatnonzero(units == cut + 1)
-        # Classes are numbered in a topological order, so the end of a chunk can go to the next one, and the start of
+        # Units are numbered in a topological order, so the end of a chunk can go to the next one, and the start of
         # a chunk to the one before, without an edge that goes back.
         for members, target in ((before[::-1], cut + 1), (after, cut)):
             for size in self._sizes(members):
@@ -264,7 +264,7 @@ class Mover:
     def _sizes(self, members: Ints) -> list[int]:
         """Return numbers of units to move: those that end with one that takes time, and never all of them."""
         heavy = [i + 1 for i, seconds in enumerate(self._seconds[members]) if seconds > 0]
-        # A class that takes no time goes with its neighbour or stays. Both are tried, since the traffic differs.
+        # A unit that takes no time goes with its neighbour or stays. Both are tried, since the traffic differs.
         sizes = {heavy[size - 1] for size in _MOVE_SIZES if size < len(heavy)}
         sizes |= {heavy[size] - 1 for size in _MOVE_SIZES if size < len(heavy)}
         return sorted(size for size in sizes if 0 < size < len(members))

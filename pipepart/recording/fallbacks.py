@@ -110,14 +110,14 @@ FALLBACKS = (
     Fallback("find the function that makes the numpy array", FromNumpy, _switch_on("makers")),
     Fallback("keep this function whole", FromNumpy, _keep_function),
     Fallback("keep the module whole", Exception, _keep_module),
-    Fallback("take the paths of compiled models", DataDependent, _switch_on("compiling")),
-    Fallback("fix Python decisions by data, with a check", DataDependent, _switch_on("guards")),
+    Fallback("use the code paths for torch.compile", DataDependent, _switch_on("compiling")),
+    Fallback("fix branches that depend on data, with a check", DataDependent, _switch_on("guards")),
 )
 """Fallbacks for a failed run, in the order in which they are tried."""
 
 
 def fall_back(failure: Failure, settings: Settings) -> NoReturn:
-    """Answer a failed run by the first fallback that may help, and ask for a new run; if none is left, raise why."""
+    """Apply the first fallback that may help and ask for a new run; if none is left, raise an error with the reason."""
     error = failure.error
     remember(error, settings)
     if isinstance(error, CaptureError) and not isinstance(error, NotRecordable):
@@ -127,7 +127,7 @@ def fall_back(failure: Failure, settings: Settings) -> NoReturn:
     for fallback in FALLBACKS:
         lines = len(settings.history)
         if isinstance(error, fallback.condition) and fallback.effect(failure, settings):
-            if len(settings.history) == lines:  # those that keep something whole have noted what it is
+            if len(settings.history) == lines:  # those that keep something whole have added their own note
                 settings.history.append(fallback.name)
             raise Retry from None
     where = next((path for path in reversed(failure.modules) if path), "")

@@ -1,4 +1,4 @@
-"""What a recording is: a flat fx graph over the user's parameters, and how to get values into and out of it."""
+"""The recording: a flat fx graph over the user's parameters, with its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Input:
     value: Any = None
     dynamic: tuple[bool, ...] = ()
     place: Place | None = None
-    """Where the user's Python state holds this number; `value` is then its type."""
+    """The place of this number in the user's Python state; `value` is then its type."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,17 +88,17 @@ class Recording:
     leaves: tuple[str, ...] = ()
     """Modules of the user that are kept whole, since something inside could not be recorded."""
     notes: tuple[str, ...] = ()
-    """What is fixed, kept whole and why, kept or not kept, in words."""
+    """Notes for the user: fixed values, modules that are kept whole with the reason, effects that are kept or dropped."""
     sizes: Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]] = field(default_factory=dict)
-    """For (input, dimension) pairs that were changed together: another size with the same graph, or None and why."""
+    """For (input, dimension) pairs that were changed together: another size with the same graph, or None and the reason."""
     guards: Guards = field(default_factory=Guards)
     """The plain Python values that were read while it was recorded: it holds while these are the same."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """The regions of activation checkpointing; the regions of an op are positions here."""
     roots: tuple[int, ...] = ()
-    """The outputs that gradients come in for, where the loss is made of them elsewhere."""
+    """Outputs that receive gradients from outside, if the loss is computed elsewhere."""
     batching: Batching | None = None
-    """Which inputs hold the samples (always along dimension 0 in the graph), if that was said when it was recorded."""
+    """Which inputs hold the samples (always along dimension 0 in the graph), if the caller has declared it."""
     moved: tuple[int, ...] = ()
     """For each flat output of the result the dimension of its samples in the user's result; in the graph it is 0."""
 
@@ -165,9 +165,9 @@ class Recording:
         return executable(self, device=device, depth=None)
 
     def stale(self, leaves: Sequence[Any]) -> str | None:
-        """Why the graph does not hold for these leaves, as far as their sizes and numbers tell; None if it does.
+        """Return the reason why the graph is not valid for these leaves, from their sizes and numbers; None if it is.
 
-        Cheap: nothing but Python numbers is computed. So a caller can record again before anything runs.
+        It computes only with Python numbers, so a caller can record again before anything runs.
         """
         return failing_check(self.graph, leaves)
 
@@ -229,7 +229,7 @@ class Recording:
         elif spec.value is not ANY and not _same(leaf, spec.value):
             raise GuardError(
                 f"{where}: the recording holds for {spec.value!r} only, got {leaf!r}. "
-                "Pass what changes as a tensor, or record again."
+                "Pass the changing value as a tensor, or record again."
             )
 
 

@@ -6,6 +6,7 @@ It has a file, so that a run folder can be viewed without the model.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from pipepart.cost import OpCosts
 from pipepart.errors import PlanError
-from pipepart.files import load_json
+from pipepart.files import load_json, write_whole
 
 __all__ = ["GraphView", "load_graph", "save_graph"]
 
@@ -68,7 +69,7 @@ class GraphView:
             return view
         if costs.names != view.name:
             raise PlanError(
-                f"the costs belong to another graph: {len(costs)} ops against {len(view)}, or other names. "
+                f"the costs belong to another graph: they have {len(costs)} ops, the graph has {len(view)}, or names differ. "
                 "Give the costs that the plan was made with."
             )
         return replace(
@@ -126,13 +127,13 @@ def save_graph(path: str | Path, graph: Any, costs: OpCosts | None = None) -> Pa
     """Write the view of an `OpGraph`, with its costs if they are given, as JSON."""
     view = GraphView.of(graph, costs)
     data = {"pipepart": "graph", "version": VERSION, **vars(view)}
-    Path(path).write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    write_whole(path, json.dumps(data, separators=(",", ":")) + "\n")
     return Path(path)
 
 
 def load_graph(path: str | Path) -> GraphView:
     """Read a file of `save_graph`."""
-    if not Path(path).exists():
+    if not os.path.exists(path):
         raise PlanError(f"there is no graph at {str(path)!r}. Write one with save_graph(path, graph).")
     file = load_json(path)
     data = dict(file.entries())

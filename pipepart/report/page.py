@@ -96,7 +96,7 @@ def make_payload(
     """Return the whole document. Without `graph` the ops are known by name only."""
     if graph is not None and graph.name != plan.ops:
         raise PlanError(
-            f"the graph is not the plan's: {len(graph)} ops against {len(plan.ops)}, or other names. "
+            f"the graph belongs to another plan: it has {len(graph)} ops, the plan has {len(plan.ops)}, or names differ. "
             "Give the graph that was planned, or leave it out."
         )
     if measured is not None and measured.stages != plan.stages:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipepart.files import write_whole
 from pipepart.report.timelines import flows, implied_receives
 from pipepart.schedule import Event, Timeline
 
@@ -31,7 +32,7 @@ def write_perfetto(
         measured = measured if measured.edges is not None else replace(measured, edges=timeline.edges)
         events += _trace_events(measured, label="measured", first_process=timeline.stages, first_flow=len(events))
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
-    Path(path).write_text(json.dumps(document) + "\n")
+    write_whole(path, json.dumps(document) + "\n")
     return Path(path)
 
 

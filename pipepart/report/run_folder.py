@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from pipepart.cost import OpCosts
 from pipepart.errors import PlanError
-from pipepart.files import load_json
+from pipepart.files import load_json, write_whole
 from pipepart.planning.plan import Plan
 from pipepart.report.graph_view import GraphView, load_graph
 from pipepart.report.page import MemoryModel, make_payload, render_page
@@ -50,7 +51,7 @@ def write_report(
         memory=MemoryModel(optimizer_states, memory_limit),
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(render_page(payload), encoding="utf-8")
+    write_whole(target, render_page(payload))
     return target
 
 
@@ -84,7 +85,7 @@ class RunFiles:
 def locate(source: str | Path) -> RunFiles:
     """Find the files of a run, from its plan file, from a trace file beside the plan, or from its folder."""
     where = Path(source)
-    if not where.exists():
+    if not os.path.exists(where):
         raise PlanError(f"there is nothing at {str(source)!r}. Expected a plan file, a trace file or a run folder.")
     kind = "folder" if where.is_dir() else _kind_of(where)
     folder = where if where.is_dir() else where.parent

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from pipepart.files import write_whole
 from pipepart.planning.chunks import ChunkPlan, Traffic
 from pipepart.planning.describe import format_bytes, format_seconds
 from pipepart.planning.plan import Plan
@@ -230,5 +231,5 @@ def static_svg(
 
 def write_svg(path: str | Path, plan: Plan, **options: Any) -> Path:
     """Write `static_svg` with these options to a file."""
-    Path(path).write_text(static_svg(plan, **options), encoding="utf-8")
+    write_whole(path, static_svg(plan, **options))
     return Path(path)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pipepart.errors import PlanError
-from pipepart.files import Field, load_json
+from pipepart.files import Field, load_json, write_whole
 from pipepart.schedule import COMPUTE, Action, Edges, Event, Timeline
+from pipepart.values import Range
 
 __all__ = ["Flow", "flows", "implied_receives", "load_timeline", "pack", "save_timeline"]
 
@@ -59,69 +61,85 @@ def pack(timeline: Timeline, digits: int | None = None) -> dict[str, Any]:
 
 def save_timeline(path: str | Path, timeline: Timeline) -> Path:
     """Write a timeline as JSON, exactly."""
-    Path(path).write_text(json.dumps({"pipepart": "timeline", "version": VERSION, **pack(timeline)}) + "\n")
+    write_whole(path, json.dumps({"pipepart": "timeline", "version": VERSION, **pack(timeline)}) + "\n")
     return Path(path)
+
+
+_Number = Annotated[int, Range(0, _MOST - 1)]
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The events of a file: one entry per event in each column."""
+
+    stage: tuple[_Number, ...]
+    kind: tuple[_Number, ...]
+    chunk: tuple[_Number, ...]
+    microbatch: tuple[_Number, ...]
+    peer: tuple[Annotated[int, Range(-1, _MOST)], ...]
+    """-1: none."""
+    payload: tuple[Annotated[int, Range(0, len(_PAYLOADS) - 1)], ...]
+    start: tuple[float, ...]
+    end: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """The edges in a file."""
+
+    forward: tuple[tuple[_Number, _Number], ...]
+    backward: tuple[tuple[_Number, _Number], ...]
+    tied: tuple[tuple[_Number, ...], ...]
+
+
+@dataclass(frozen=True)
+class _File:
+    """The fields of a file of a timeline."""
+
+    stages: Annotated[int, Range(1, _MOST)]
+    kinds: tuple[Literal["F", "B", "I", "W", "SEND", "RECV", "REDUCE"], ...]
+    columns: _Columns
+    edges: _Edges | None
+    activation: tuple[float, ...]
+    kept: float
 
 
 def load_timeline(path: str | Path) -> Timeline:
     """Read a file of `save_timeline`."""
-    if not Path(path).exists():
+    if not os.path.exists(path):
         raise PlanError(f"there is no timeline at {str(path)!r}. Trace a step, then save_timeline(path, trace).")
     file = load_json(path)
-    if (file.entries().get("pipepart"), file.value.get("version")) != ("timeline", VERSION):
+    data = dict(file.entries())
+    if (data.pop("pipepart", None), data.pop("version", None)) != ("timeline", VERSION):
         raise PlanError(f"{str(path)!r} is not a timeline of version {VERSION}. Trace the step again.")
-    stages = file.at("stages").whole(1, _MOST)
+    found = replace(file, value=data).read(_File)
+    edges = found.edges
     return Timeline(
-        stages,
-        _events(file, stages),
-        None if file.at("edges").value is None else _edges(file.at("edges")),
-        file.at("activation").read(tuple[float, ...]),
-        file.at("kept").read(float),
+        found.stages,
+        _events(file.at("columns"), found),
+        None if edges is None else Edges(frozenset(edges.forward), frozenset(edges.backward), edges.tied),
+        found.activation,
+        found.kept,
     )
 
 
-def _events(file: Field, stages: int) -> tuple[Event, ...]:
-    """Read the columns of the events, and refuse numbers out of range."""
-    kinds = file.at("kinds").read(tuple[str, ...])
-    columns: dict[str, tuple[int, ...]] = {}
-    count = None
-    limits = {"stage": stages, "kind": len(kinds), "chunk": _MOST, "microbatch": _MOST, "payload": len(_PAYLOADS)}
-    for name, most in limits.items():
-        field = file.at("columns").at(name)
-        columns[name] = field.read(tuple[int, ...])
-        count = len(columns[name]) if count is None else count
-        for index, value in enumerate(columns[name]):
+def _events(field: Field, found: _File) -> tuple[Event, ...]:
+    """Return the events of the columns of a file, and refuse columns that contradict each other."""
+    columns, count = found.columns, len(found.columns.stage)
+    for name, entries in vars(columns).items():
+        if len(entries) != count:
+            raise field.at(name).refused(f"{count} entries, one for each event")
+    for name, most in (("stage", found.stages), ("kind", len(found.kinds))):
+        for index, value in enumerate(getattr(columns, name)):
             if value >= most:
-                raise field.at(index).refused(f"a number below {most}")
-        if len(columns[name]) != count:
-            raise field.refused(f"{count} entries, one for each event")
-    peers = file.at("columns").at("peer")
-    times = [file.at("columns").at(name).read(tuple[float, ...]) for name in ("start", "end")]
-    if not isinstance(peers.value, list) or not len(peers.value) == len(times[0]) == len(times[1]) == count:
-        raise peers.refused(f"{count} entries in peer, start and end, one for each event")
-    unknown = set(kinds) - set(KINDS)
-    if unknown or any(end < start for start, end in zip(*times)):
-        raise PlanError(f"{file.path}: kinds or times of events are not valid; expected kinds {KINDS} and end >= start")
-    other = [None if peer == -1 else peers.at(i).whole(0, _MOST) for i, peer in enumerate(peers.value)]
+                raise field.at(name).at(index).refused(f"a number below {most}")
+    for index, (start, end) in enumerate(zip(columns.start, columns.end)):
+        if end < start:
+            raise field.at("end").at(index).refused(f"a time of at least {start}, the start of the event")
     return tuple(
-        Event(stage, Action(kinds[kind], chunk, k, peer, _PAYLOADS[payload]), start, end)
-        for stage, kind, chunk, k, peer, payload, start, end in zip(
-            columns["stage"],
-            columns["kind"],
-            columns["chunk"],
-            columns["microbatch"],
-            other,
-            columns["payload"],
-            *times,
-        )
+        Event(stage, Action(found.kinds[kind], chunk, k, None if peer == -1 else peer, _PAYLOADS[payload]), start, end)
+        for stage, kind, chunk, k, peer, payload, start, end in zip(*vars(columns).values())
     )
-
-
-def _edges(field: Field) -> Edges:
-    forward, backward = (
-        frozenset(field.at(name).read(tuple[tuple[int, int], ...])) for name in ("forward", "backward")
-    )
-    return Edges(forward, backward, field.at("tied").read(tuple[tuple[int, ...], ...]))
 
 
 @dataclass(frozen=True)

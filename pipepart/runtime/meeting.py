@@ -16,8 +16,9 @@ import torch.distributed as dist
 from pipepart.runtime.failure import check_others
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.rendezvous import job_store
+from pipepart.runtime.signing import signed, verified
 
-__all__ = ["all_reduce", "broadcast_object", "gather_objects", "meet"]
+__all__ = ["all_reduce", "broadcast_object", "exchange_objects", "gather_objects", "meet"]
 
 _LOOK = 0.25  # seconds between two looks at failures of other ranks
 _LONGEST = 0.01  # seconds between two looks at whether all ranks are there, at most
@@ -55,14 +56,45 @@ def all_reduce(tensor: torch.Tensor, groups: Groups, op: Any = dist.ReduceOp.SUM
 def broadcast_object(value: Any, source: int, groups: Groups, inside_replica: bool = False) -> Any:
     """Return the object of rank `source` on all ranks, or on all stages of its replica; other ranks' values are ignored."""
     meet(groups, inside_replica)
-    box = [value]
-    dist.broadcast_object_list(box, source, group=groups.pipeline if inside_replica else None)
-    return value if groups.rank == source else box[0]
+    group = groups.pipeline if inside_replica else None
+    sends = groups.rank == source
+    data = _bytes(signed(value, groups), group) if sends else None
+    size = torch.tensor([0 if data is None else len(data)], device=_device(group))
+    dist.broadcast(size, source, group=group)
+    if data is None:
+        data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+    dist.broadcast(data, source, group=group)
+    return value if sends else verified(data.cpu().numpy().tobytes(), groups)
 
 
 def gather_objects(value: Any, groups: Groups, inside_replica: bool = False) -> list[Any]:
     """Return the objects of all ranks, or of all stages of this replica, in the order of ranks, on each of them."""
     meet(groups, inside_replica)
-    found: list[Any] = [None] * (groups.mesh.stages if inside_replica else groups.mesh.world_size)
-    dist.all_gather_object(found, value, group=groups.pipeline if inside_replica else None)
-    return found
+    return exchange_objects(value, groups, inside_replica)
+
+
+def exchange_objects(value: Any, groups: Groups, inside_replica: bool = False, target: int | None = None) -> list[Any]:
+    """Gather objects without a meeting in the store. With `target`, only this rank has them, and others an empty list."""
+    group = groups.pipeline if inside_replica else None
+    count = groups.mesh.stages if inside_replica else groups.mesh.world_size
+    data = _bytes(signed(value, groups), group)
+    sizes = torch.empty(count, dtype=torch.int64, device=data.device)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)], device=data.device), group=group)
+    lengths = [int(size) for size in sizes]
+    data = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
+    gets = target is None or groups.rank == target
+    parts = [torch.empty_like(data) for _ in range(count)] if gets else None
+    if target is None:
+        dist.all_gather(parts, data, group=group)
+    else:
+        dist.gather(data, parts, target, group=group)
+    return [verified(part[:size].cpu().numpy().tobytes(), groups) for part, size in zip(parts or [], lengths)]
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device of tensors that the group takes."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _bytes(data: bytes, group: dist.ProcessGroup | None) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device(group))

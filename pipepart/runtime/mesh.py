@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.errors import PlanError
 from pipepart.runtime.leaving import release_groups, released_with
-from pipepart.runtime.rendezvous import job_store
+from pipepart.runtime.rendezvous import job_key, job_store
 
 __all__ = ["Groups", "Mesh", "fit_mesh", "own_group"]
 
@@ -112,6 +112,8 @@ class Groups:
     """The index of this set of groups in the job; the first set has 1."""
     timeout: float = 300.0
     """Seconds that ranks wait for each other."""
+    key: bytes = field(default=b"", repr=False)
+    """The key with which ranks sign the objects that they send to each other."""
     failures: list[str] = field(default_factory=list, compare=False)
     """The failures of this rank in these groups."""
     meetings: Counter[str] = field(default_factory=Counter, compare=False)
@@ -128,7 +130,7 @@ class Groups:
         copies = own_group(rank, stages, timeout) if mesh.replicas > 1 else None
         numbers = own_group(rank, stages, timeout, "gloo") if mesh.replicas > 1 else None
         assert pipeline is not None and down is not None and up is not None
-        made = Groups(mesh, rank, pipeline, down, up, copies, numbers, number, timeout.total_seconds())
+        made = Groups(mesh, rank, pipeline, down, up, copies, numbers, number, timeout.total_seconds(), job_key())
         released_with(made, release_groups, [pipeline, down, up, copies, numbers])
         return made
 

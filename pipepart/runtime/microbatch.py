@@ -106,6 +106,8 @@ def fitting_split(
     """
     total = leaves.samples if isinstance(leaves, Whole) else batch_size_of(leaves, batched_inputs(recording))
     most = min(total, microbatches)
+    if not total:
+        return None
     for count in dict.fromkeys((most, max(1, min(most, total // 2)), 1)):
         try:
             parts, sizes = split_batch(recording, leaves, count)

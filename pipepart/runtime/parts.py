@@ -15,7 +15,7 @@ from pipepart.errors import ForeignTensorError
 from pipepart.recording import Chunk
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.foreign import ForeignTensor, Place, become, fill_in
-from pipepart.runtime.meeting import gather_objects, meet
+from pipepart.runtime.meeting import exchange_objects, gather_objects, meet
 from pipepart.runtime.mesh import Groups
 
 __all__ = ["Ownership", "Parts"]
@@ -278,9 +278,8 @@ class Parts:
             return own
         with guarded(groups):
             mine = self._homed_here(own)
-            parts: list[Any] | None = [None] * groups.mesh.stages if self._stage == 0 else None
-            dist.gather_object(mine, parts, groups.rank_of_stage(0), group=groups.pipeline)
-        if groups.rank != 0 or parts is None:
+            parts = exchange_objects(mine, groups, inside_replica=True, target=groups.rank_of_stage(0))
+        if groups.rank != 0:
             return {}
         merged = {name: value for part in parts for name, value in part.items()}
         return type(own)((name, merged.get(name, value)) for name, value in own.items())

@@ -1,12 +1,22 @@
-"""The meeting of the processes of a job in a shared store. On one host they listen on loopback only."""
+"""The meeting of the processes of a job in a shared store.
+
+Processes of one host meet in a file that no other user can open, and gloo listens on loopback. Processes of several hosts
+meet in the TCP store of torch, which serves everyone who reaches its port: their network must be trusted.
+"""
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import ipaddress
 import os
+import shutil
 import socket
-import uuid
-from contextlib import suppress
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -15,9 +25,27 @@ import torch.distributed as dist
 from pipepart.errors import ConfigError
 from pipepart.runtime.device import backend_for, local_device
 
-__all__ = ["job_store", "join_job", "local_store", "name_job", "processes_on_this_host", "world_size"]
+__all__ = [
+    "check_host",
+    "job_folder",
+    "job_key",
+    "job_store",
+    "join_job",
+    "meeting_store",
+    "name_job",
+    "processes_on_this_host",
+    "world_size",
+]
 
-_JOB = "PIPEPART_JOB"
+_FOLDER = "PIPEPART_JOB"
+"""The variable with the private folder in which the processes of a job on one host meet."""
+_TOKEN = "PIPEPART_TOKEN"
+"""The variable with a secret of the user, equal on all hosts of a job. It is never sent."""
+_FILE = "store"
+_RESOLVE = 5.0  # seconds in which the name of a host must resolve
+_opened: dict[str, dist.Store] = {}
+_jobs = ExitStack()
+atexit.register(_jobs.close)
 
 
 def join_job(timeout: timedelta) -> torch.device:
@@ -26,7 +54,8 @@ def join_job(timeout: timedelta) -> torch.device:
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-        store = local_store(address, port, rank, size, timeout)
+        one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+        store = meeting_store(address, port, rank, size, timeout, one_host)
         if store is None:
             dist.init_process_group(backend_for(device), timeout=timeout)
         else:
@@ -49,34 +78,186 @@ def job_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def name_job() -> None:
-    """Give a name to the job whose other processes this process is about to start.
+def job_key() -> bytes:
+    """Return the random key of the job, equal on all ranks. With it, ranks sign the objects that they send to each other.
 
-    Two jobs may use the same port by mistake. The second job cannot listen on it and ends, but its other processes would
-    join the store of the first job until then. The name separates their keys.
+    On one host only the user of the job can read it. On several hosts it is secret if the user has set PIPEPART_TOKEN.
     """
-    os.environ[_JOB] = uuid.uuid4().hex
+    found = job_store().compare_set("pipepart/key", "", os.urandom(16).hex())
+    return hashlib.sha256(os.environ.get(_TOKEN, "").encode() + found).digest()
 
 
-def local_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.Store | None:
-    """Return a store for a job on this host only, whose main address is loopback; None for all other jobs.
+@contextmanager
+def job_folder() -> Iterator[str]:
+    """Make a private folder for a job on this host. The processes that are started inside meet in it."""
+    made, before, maker = _private_folder(), os.environ.get(_FOLDER), os.getpid()
+    os.environ[_FOLDER] = made
+    try:
+        yield made
+    finally:
+        if os.getpid() == maker:  # not in a fork
+            shutil.rmtree(made, ignore_errors=True)
+        os.environ.pop(_FOLDER, None)
+        if before is not None:
+            os.environ[_FOLDER] = before
 
-    By default the store of torch listens on every address of the host, and gloo and NCCL on the address of the host name.
-    Interfaces that the user has set are kept. Under torchrun the agent has made the store.
+
+def name_job(nodes: int) -> None:
+    """Prepare a job whose other processes this process is about to start: on one host they meet in a private folder.
+
+    So two jobs never meet, even if they were told the same port.
     """
-    if not _is_loopback(address):
-        return None
+    os.environ.pop(_FOLDER, None)  # that of a job around this one
+    if nodes == 1:
+        _jobs.enter_context(job_folder())
+
+
+def meeting_store(
+    address: str, port: int, rank: int, size: int, timeout: timedelta, one_host: bool = False
+) -> dist.Store | None:
+    """Return the store in which the processes of a job meet; None if torch may make it. All ranks must call it.
+
+    A job is on this host if its launcher says so or its main address is loopback. There, nothing listens that serves
+    another user: neither a store of torch, which listens on every address of the host, nor gloo and NCCL, which listen on
+    the address of the host name unless an interface is set. Interfaces that the user has set are kept.
+    """
+    elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the agent of torchrun has made a store
+    folder = None if elastic else _job_around()
+    if not (folder or one_host or size == 1 or _is_loopback(address)):
+        check_host(address, _source_of_address())
+        return _store_with_token(address, port, rank, size, timeout, elastic)
     if interface := _loopback_interface():
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or size == 1:
-        return None
+    if size == 1:
+        return dist.HashStore()
+    if folder is None:
+        first = _first_store(address, port, rank, size, timeout, elastic)
+        return _moved(first, rank, size, timeout)
+    store = _file_store(folder)
+    _arrive(store, folder, rank, size, timeout)
+    return _numbered(store, rank)
+
+
+def _job_around() -> str | None:
+    """Return the folder of the job of this process. The folder of a job that has met is gone: then it is another job's."""
+    folder = os.environ.get(_FOLDER)
+    return folder if folder and (folder in _opened or os.path.isdir(folder)) else None
+
+
+def check_host(name: str, source: str) -> None:
+    """Raise an error if the name of the host where a job meets does not resolve; torch would try until its timeout."""
+    deadline = time.monotonic() + _RESOLVE  # a name may appear only when its host has started
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"the processes of this job meet on the host {name!r}, and this name does not resolve on "
+                    f"{socket.gethostname()}: {error}. The name comes from {source}. Set it to an address that all hosts "
+                    "of the job can reach, or add the name to DNS or /etc/hosts."
+                ) from error
+            time.sleep(0.5)
+
+
+def _source_of_address() -> str:
+    if "SLURM_JOB_ID" in os.environ:
+        return "MASTER_ADDR or, if the queue has set that, from the list of nodes of SLURM (SLURM_JOB_NODELIST)"
+    return "MASTER_ADDR"
+
+
+def _private_folder() -> str:
+    """Make a folder that only this user can enter, in memory if possible: a full disk must not stop the job."""
+    memory = "/dev/shm"
+    return tempfile.mkdtemp(prefix="pipepart-job-", dir=memory if os.access(memory, os.W_OK | os.X_OK) else None)
+
+
+def _file_store(folder: str) -> dist.Store:
+    """Open the store in a private folder, which must belong to this user and be closed to all others.
+
+    On Linux the store is used by its descriptor, so that the folder can be removed as soon as all ranks have opened it, and
+    a job leaves nothing behind.
+    """
+    if folder in _opened:
+        return _opened[folder]
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(place)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(f"the folder {folder} is not private to user {os.geteuid()}")
+        file = os.open(_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
+    finally:
+        os.close(place)
+    path = f"/proc/self/fd/{file}"
+    if not os.path.exists(path):
+        os.close(file)
+        path = os.path.join(folder, _FILE)
+    _opened[folder] = dist.FileStore(path)
+    return _opened[folder]
+
+
+def _arrive(store: dist.Store, folder: str, rank: int, size: int, timeout: timedelta) -> None:
+    """Tell that this rank has opened the store. When all have, rank 0 removes the file and, if empty, its folder."""
+    store.set_timeout(timeout)
+    if store.add("arrived", 1) == size:
+        store.set("all arrived", "")
+    if rank == 0:
+        store.wait(["all arrived"])
+        if os.path.exists("/proc/self/fd"):
+            with suppress(OSError):
+                os.unlink(os.path.join(folder, _FILE))
+                os.rmdir(folder)
+
+
+def _numbered(store: dist.Store, rank: int) -> dist.Store:
+    """Return a part of the store for this initialisation of `torch.distributed`; a process may repeat it."""
+    return dist.PrefixStore(str(store.add(f"joined/{rank}", 1)), store)
+
+
+def _first_store(address: str, port: int, rank: int, size: int, timeout: timedelta, elastic: bool) -> dist.Store:
+    """Return a TCP store on this host in which ranks without a common folder find each other."""
+    if elastic:
+        store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        return dist.PrefixStore(f"pipepart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     descriptor = _listen(port) if rank == 0 else None
-    store: dist.Store = dist.TCPStore(
-        address, port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor
+    return dist.TCPStore(
+        "127.0.0.1", port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor
     )
-    job = os.environ.get(_JOB)
-    return dist.PrefixStore(job, store) if job else store
+
+
+def _moved(first: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Move from a store on a port to a file in a private folder of rank 0, which every rank checks.
+
+    Only the name of the folder is read from the port. Ranks in containers with separate folders stay in the first store.
+    """
+    first = _numbered(first, rank)
+    if rank == 0:
+        first.set("folder", _private_folder())
+    folder, store = first.get("folder").decode(errors="replace"), None
+    with suppress(OSError, ValueError):
+        store = _file_store(folder)
+    first.set(f"opened/{rank}", "no" if store is None else "yes")
+    opened = [first.get(f"opened/{other}") == b"yes" for other in range(size)]
+    if store is None or not all(opened):
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        return first
+    _arrive(store, folder, rank, size, timeout)
+    return store
+
+
+def _store_with_token(
+    address: str, port: int, rank: int, size: int, timeout: timedelta, elastic: bool
+) -> dist.Store | None:
+    """Return the TCP store of a job on several hosts, with the token of the job in the names of all keys, if there is one."""
+    token = os.environ.get(_TOKEN)
+    if not token:
+        return None
+    store = dist.TCPStore(address, port, size, rank == 0 and not elastic, timeout, wait_for_workers=False)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"{hashlib.sha256(token.encode()).hexdigest()}/{attempt}", store)
 
 
 def _listen(port: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import hmac
 import mmap
 import os
 import select
@@ -37,6 +38,10 @@ _DATA, _NEW, _FREE = 0, 1, 2
 _ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i")) if hasattr(socket, "CMSG_SPACE") else 0
 _LEAST = 1 << 12  # bytes of the smallest segment
 _LOOK = 1.0  # seconds between two looks at failures of other ranks
+_PROOF = 32  # bytes
+_HELLO = struct.Struct(f"<Q{_PROOF}s")  # the stage that connects and its proof
+_PATIENCE = 5.0  # seconds in which a process that connects must greet
+_BACKLOG = 128
 
 
 def one_host(groups: Groups) -> bool:
@@ -231,29 +236,104 @@ class SharedMemoryTransport:
 
 
 def _connect(groups: Groups, timeout: float) -> Mapping[int, _Peer]:
-    """Return a socket to every other stage of the replica: the higher stage listens, the lower one connects."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0pipepart-{os.getpid()}-{os.urandom(8).hex()}")
-    listener.listen(groups.mesh.stages)
-    name = listener.getsockname()
-    addresses = gather_objects(name if isinstance(name, bytes) else name.encode(), groups, inside_replica=True)
-    found: dict[int, socket.socket] = {}
-    for stage in range(groups.stage + 1, groups.mesh.stages):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(timeout)
-        connection.connect(addresses[stage])
-        connection.send(struct.pack("<Q", groups.stage))
-        found[stage] = connection
-    listener.settimeout(timeout)
-    for _ in range(groups.stage):
-        connection, _ = listener.accept()
-        connection.settimeout(timeout)
-        user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-        if user != os.getuid():  # every user of the host can connect to an abstract name
-            raise RuntimeError(f"a process of user {user} tried to join this pipeline")
-        found[struct.unpack("<Q", connection.recv(8))[0]] = connection
-    listener.close()
+    """Return a socket to every other stage of the replica: the higher stage listens, the lower one connects.
+
+    Every user of the host can connect to an abstract name. Both ends check the user of the other one, and that it knows the
+    key of the job.
+    """
+    deadline, look = time.monotonic() + timeout, partial(check_others, groups)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0pipepart-{os.getpid()}-{os.urandom(8).hex()}")
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        name = listener.getsockname()
+        addresses = gather_objects(name if isinstance(name, bytes) else name.encode(), groups, inside_replica=True)
+        higher = range(groups.stage + 1, groups.mesh.stages)
+        found = {stage: _call(addresses[stage], stage, groups, timeout) for stage in higher}
+        found |= _answer(listener, groups, deadline, look)
     return {
-        stage: _Peer(c, f"stage {stage} (rank {groups.rank_of_stage(stage)})", timeout, partial(check_others, groups))
+        stage: _Peer(c, f"stage {stage} (rank {groups.rank_of_stage(stage)})", timeout, look)
         for stage, c in found.items()
     }
+
+
+def _call(address: bytes, stage: int, groups: Groups, timeout: float) -> socket.socket:
+    """Connect to a higher stage and wait for its answer."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(timeout)
+    connection.connect(address)
+    if _is_own(connection):
+        connection.send(_HELLO.pack(groups.stage, _proof(groups, groups.stage, stage)))
+        if hmac.compare_digest(connection.recv(_PROOF), _proof(groups, stage, groups.stage)):
+            return connection
+    connection.close()
+    raise ConnectionError(
+        f"the process at the socket of stage {stage} is not a rank of this job: Connection closed by peer"
+    )
+
+
+def _answer(
+    listener: socket.socket, groups: Groups, deadline: float, look: Callable[[], None]
+) -> dict[int, socket.socket]:
+    """Return the connections of all lower stages. Connections of other processes are closed, and do not delay them."""
+    found: dict[int, socket.socket] = {}
+    silent: dict[
+        int, tuple[socket.socket, float]
+    ] = {}  # by descriptor: connections without a word, and their deadlines
+    ready = select.poll()
+    ready.register(listener, select.POLLIN)
+    while len(found) < groups.stage:
+        events, now = ready.poll(_LOOK * 1000), time.monotonic()
+        for number, _ in events:
+            if number != listener.fileno():
+                connection, _ = silent.pop(number)
+                ready.unregister(number)
+                stage = _greeting(connection, groups)
+                if stage is None or stage in found:
+                    connection.close()
+                else:
+                    found[stage] = connection
+            elif (accepted := _accepted(listener)) is not None:
+                ready.register(accepted, select.POLLIN)
+                silent[accepted.fileno()] = accepted, now + _PATIENCE
+        for number in [number for number, (_, until) in silent.items() if until < now]:
+            ready.unregister(number)
+            silent.pop(number)[0].close()
+        if now > deadline:
+            raise TimeoutError(f"Timed out waiting for {groups.stage - len(found)} lower stages to connect")
+        if not events:
+            look()
+    for connection, _ in silent.values():
+        connection.close()
+    return found
+
+
+def _accepted(listener: socket.socket) -> socket.socket | None:
+    """Return the next connection; None if it is of another user, or gone."""
+    with suppress(OSError):
+        connection, _ = listener.accept()
+        if _is_own(connection):
+            connection.setblocking(False)
+            return connection
+        connection.close()
+    return None
+
+
+def _greeting(connection: socket.socket, groups: Groups) -> int | None:
+    """Return the lower stage that has greeted on this connection, and answer it; None for all other bytes."""
+    with suppress(OSError, struct.error):
+        stage, proof = _HELLO.unpack(connection.recv(_HELLO.size + 1))
+        if stage < groups.stage and hmac.compare_digest(proof, _proof(groups, stage, groups.stage)):
+            connection.send(_proof(groups, groups.stage, stage))
+            return int(stage)
+    return None
+
+
+def _is_own(connection: socket.socket) -> bool:
+    """Return whether the process at the other end belongs to the user of this process."""
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] == os.getuid()
+
+
+def _proof(groups: Groups, source: int, target: int) -> bytes:
+    """Return the proof of stage `source` to stage `target` that it knows the key of the job."""
+    return hmac.digest(groups.key, f"{groups.number}/{groups.replica}/{source}/{target}".encode(), "sha256")

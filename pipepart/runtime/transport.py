@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from pipepart.errors import ConfigError
 from pipepart.runtime.mesh import Groups
+from pipepart.runtime.signing import signed, verified
 
 __all__ = ["GroupTransport", "Pending", "Transport", "choose_transport", "share"]
 
@@ -77,10 +77,9 @@ def share(value: Any, groups: Groups, transport: Transport, source: int, device:
     if groups.stage != source:
         raw = _receive(_FIXED, transport, source, device)
         length = int.from_bytes(raw[:8], "little")
-        return pickle.loads(
-            raw[8 : 8 + length] if length <= _FIXED - 8 else _receive(length, transport, source, device)
-        )
-    data = pickle.dumps(value)
+        data = raw[8 : 8 + length] if length <= _FIXED - 8 else _receive(length, transport, source, device)
+        return verified(data, groups)
+    data = signed(value, groups)
     parts = [(len(data).to_bytes(8, "little") + data[: _FIXED - 8]).ljust(_FIXED, b"\0")]
     if len(data) > _FIXED - 8:
         parts.append(data)

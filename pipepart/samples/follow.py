@@ -195,7 +195,7 @@ class Following:
         found = [dim for dim, row in enumerate(rows) if self._sizes.differ(row)]
         for dim in found:
             if not self._sizes.scale(rows[dim]):
-                raise Unknown(node, f"dimension {dim} is no multiple of the number of samples")
+                raise Unknown(node, f"dimension {dim} is not a multiple of the number of samples")
         return tuple(found)
 
     def has_samples(self, node: fx.Node) -> bool:

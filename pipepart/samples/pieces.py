@@ -20,7 +20,7 @@ from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import BatchDim, batching_of, leaf_name
 from pipepart.recording.inputs.trees import library_of, opened
 
-__all__ = ["Piece", "Pieces", "other_batches", "pieces_of"]
+__all__ = ["Piece", "Pieces", "has_no_graphs", "other_batches", "pieces_of"]
 
 _FIELDS: dict[str, tuple[str, str]] = {
     "V": ("atoms", ""), "E": ("bonds", ""), "edge_index": ("bonds", "atoms"), "rev_edge_index": ("bonds", "bonds"),
@@ -101,6 +101,11 @@ def pieces_of(batch: Any, root: nn.Module | None, batch_dim: BatchDim, call: boo
             "same structure, or use microbatches=1"
         )
     return Pieces(_one_part, batch_dim, False) if known else None
+
+
+def has_no_graphs(batch: Any) -> bool:
+    """Whether a batch of graphs has no graph."""
+    return any(_count(item) == 0 for _, item in _graph_batches(batch))
 
 
 def other_batches(batch: Any, root: nn.Module | None, call: bool) -> list[Any] | None:

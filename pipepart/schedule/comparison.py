@@ -128,7 +128,7 @@ def compare(
     for count in chunks:
         costs = _even(stages, count, ratio, send)
         for name, kind in SCHEDULES.items():
-            if name == "forward" or kind.fixed_chunks not in (None, count) or (name == "interleaved" and count == 1):
+            if name == "forward" or kind.fixed_chunks not in (None, count) or (count == 1 and kind.usual_chunks > 1):
                 continue
             schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=count)
             rows.append(_row(name, schedule, costs, ratio))

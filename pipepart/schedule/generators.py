@@ -94,7 +94,7 @@ def make_schedule(
         return read_csv(name, stages=stages, microbatches=microbatches, chunks=chunks)
     if kind.fixed_chunks is not None and chunks != kind.fixed_chunks:
         other = "'interleaved' takes any number" if kind.fixed_chunks == 1 else "leave chunks out"
-        raise ScheduleError(f"schedule {name!r} has {kind.fixed_chunks} chunks per stage, got {chunks}; {other}")
+        raise ScheduleError(f"schedule {name!r} takes chunks={kind.fixed_chunks} per stage, got {chunks}; {other}")
     options: dict[str, object] = {"chunks": chunks} if kind.fixed_chunks is None else {}
     options |= {"slack": slack} if kind.takes_slack else {}
     options |= {"placement": placement} if placement is not None else {}

@@ -180,7 +180,7 @@ class _Waits:
             self.targets.setdefault(source, []).append(target)
 
     def path(self) -> tuple[Event, ...]:
-        """From the event that ends last, back through the event that ended last of all that each one waited for."""
+        """Walk back from the event that ends last, each time to the latest event for which it has waited."""
         if not self.timeline.events:
             return ()
         event = max(self.timeline.events, key=lambda e: (e.end, e.start))

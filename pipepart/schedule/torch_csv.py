@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pipepart.errors import ScheduleError
+from pipepart.files import read_text
 from pipepart.schedule.actions import COMPUTE, Action, Schedule
 from pipepart.schedule.validate import compute_of, validate
 from pipepart.values import shortened
@@ -29,7 +30,8 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
     cell = cell.strip()
     if not cell or _IGNORED.fullmatch(cell):
         return
-    if overlap := _OVERLAP.fullmatch(cell):
+    overlap = _OVERLAP.fullmatch(cell)
+    if overlap and "(" not in overlap[1]:
         for part in overlap[1].split(";"):
             yield from _actions(part, where)
         return
@@ -74,16 +76,9 @@ def _check_numbers(actions: Sequence[Action], where: str) -> None:
         )
 
 
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, ValueError) as error:
-        raise ScheduleError(f"schedule file {str(path)!r} cannot be read: {error}") from error
-
-
 def read_program(path: str | Path) -> tuple[tuple[Action, ...], ...]:
     """All actions of each stage in a file, including messages, not proved (see `validate_program`)."""
-    return _parse(_read(path), f"schedule file {str(path)!r}")
+    return _parse(read_text(path, ScheduleError), f"schedule file {shortened(str(path), 300)}")
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:

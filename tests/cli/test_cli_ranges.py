@@ -142,3 +142,16 @@ def test_numbers_of_the_configuration_are_refused_by_one_of_our_errors(key: str,
     except PipepartError:
         return
     assert math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "expected"),
+    [
+        ("optimizer", "adam", "optimizer must be a mapping with a _target_, got 'adam'"),
+        ("optimizer", {"lr": 1.0}, "optimizer must be a mapping with a _target_"),
+        ("allow", [[]], "allow must be a list of names of packages"),
+    ],
+)
+def test_sections_of_a_wrong_type(section: str, value: Any, expected: str) -> None:
+    with pytest.raises(PipepartError, match=expected):
+        checked(OmegaConf.create({**base(), section: value}))

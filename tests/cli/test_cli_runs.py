@@ -118,7 +118,7 @@ def test_a_sweep_over_four_jobs_runs_four_jobs(tmp_path: Path) -> None:
         (["train", "-m", "strategy.schedule=gpipe,1fb1"], "did you mean '1f1b'"),
         (["trian"], "did you mean 'train'"),
         (["view", "nowhere"], "nothing at"),
-        (["train", "--config-dir", "nowhere"], "is no folder"),
+        (["train", "--config-dir", "nowhere"], "is not a folder"),
     ],
 )
 def test_mistakes_are_one_message_and_a_code(

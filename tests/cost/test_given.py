@@ -116,7 +116,7 @@ def test_operator_graphs(tmp_path: Path) -> None:
     assert host.seconds == (30.0, 10.0, 20.0, 30.0)
     assert (accelerator.count, host.count) == (2, 1)
     path.write_text(json.dumps({"nodes": [], "edges": []}))
-    with pytest.raises(PlanError, match="no graph with costs"):
+    with pytest.raises(PlanError, match="there is no field 'maxSizePerFPGA'"):
         read_graph(path)
     with pytest.raises(PlanError, match="cannot tell the format"):
         read_graph(tmp_path / "graph.xml")

@@ -1,4 +1,4 @@
-"""Two jobs that were told the same port: the second one ends at once, and the first one does not notice."""
+"""Two jobs on one host that were told the same port do not meet: each of them trains."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _start(folder: Path, port: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_the_second_job_ends_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_both_jobs_train(tmp_path: Path) -> None:
     port = free_port()
     first = _start(tmp_path / "first", port)
     second = None
@@ -65,13 +65,12 @@ def test_the_second_job_ends_and_the_first_goes_on(tmp_path: Path) -> None:
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         second = _start(tmp_path / "second", port)
-        said, _ = second.communicate(timeout=180)
-        assert second.returncode != 0
-        assert f"cannot listen on 127.0.0.1:{port}" in said and "set MASTER_PORT to a free port" in said, said
-        (tmp_path / "first" / "go on").touch()
-        said, _ = first.communicate(timeout=180)
-        assert first.returncode == 0, said
-        assert said.count("TRAINED") == 2, said  # lines of two processes may run into each other
+        (tmp_path / "second" / "go on").touch()
+        for job in (second, first):
+            said, _ = job.communicate(timeout=180)
+            assert job.returncode == 0, said
+            assert said.count("TRAINED") == 2, said  # lines of two processes may run into each other
+            (tmp_path / "first" / "go on").touch()
     finally:
         for job in (first, second):
             if job is not None and job.poll() is None:

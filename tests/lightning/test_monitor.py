@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import re
 import statistics
 import struct
@@ -15,6 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from support.lightning_modules import Module, loader
 from support.ranks import run_ranks
@@ -310,3 +312,26 @@ def test_wandb_that_cannot_be_reached_does_not_end_the_run(tmp_path, monkeypatch
 def test_refuses_an_impossible_interval():
     with pytest.raises(ConfigError, match="at least 1"):
         PipelineMonitor(every_n_steps=0)
+
+
+def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path, caplog):
+    """The last checkpoint is written first; each file that fails is one warning."""
+    for name in ("plan.json", "report.html"):
+        (tmp_path / name).symlink_to("/dev/full")
+    (tmp_path / "trace.json").mkdir()
+    last = ModelCheckpoint(tmp_path / "checkpoints", save_last=True, save_top_k=0)
+    monitor = PipelineMonitor(1, tmp_path)
+    options = {**QUIET, "enable_checkpointing": True, "max_steps": 4, "logger": False}
+    trainer = L.Trainer(strategy=PipelineStrategy(stages=1, microbatches=2), callbacks=[monitor, last], **options)
+    logging.getLogger("pipepart").addHandler(caplog.handler)
+    try:
+        trainer.fit(Module("mlp"), loader("mlp", 32, 8))
+    finally:
+        logging.getLogger("pipepart").removeHandler(caplog.handler)
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+    assert set(monitor.files) == {"graph.json"}
+    said = [record.getMessage() for record in caplog.records if "could not be written" in record.getMessage()]
+    assert len(said) == 3, said
+    for name, reason in (("plan.json", "No space left"), ("trace.json", "Is a directory"), ("report.html", "No space")):
+        assert sum(f"{name} could not be written: {reason}" in text for text in said) == 1, said
+    assert not list(tmp_path.rglob("*.part"))

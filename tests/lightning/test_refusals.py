@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "counter": (Counting, {}, "the step sets self.count to 1"),
     "list": (Popping, {}, "on self.queue: of the changes of lists"),
-    "metric decides": (DecidingByMetric, {}, "decides by it"),
+    "metric decides": (DecidingByMetric, {}, "branches on it"),
     "metric in the loss": (ComputingWithMetric, {}, "computes with the value of metric train_accuracy"),
     "unfilled": (Unfilled, {}, "nothing fills them, such as layer.1.scale: Scale has no reset_parameters() that does"),
     "metric on meta": (EmptyMetric, {}, "the metric mean (MeanMetric) was built on the meta device"),

@@ -223,7 +223,7 @@ def test_zoom_of_chart_and_graph(browser, pages):
         for _ in range(4):
             page.click('#schedule [data-zoom="in"]')
         assert 0 < count() < whole
-        assert "in sight" in page.inner_text("#schedule .tools")
+        assert "visible" in page.inner_text("#schedule .tools")
         page.click('#schedule [data-zoom="fit"]')
         assert count() == whole
         chart = page.locator("#schedule svg.gantt").bounding_box()

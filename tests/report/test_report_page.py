@@ -118,7 +118,7 @@ def test_memory_that_the_plan_knows_is_shown_as_it_is():
 def test_refuses_what_does_not_belong_to_the_plan():
     graph = gpt_graph()
     plan = sample_plan(graph=graph)
-    with pytest.raises(PlanError, match="not the plan's"):
+    with pytest.raises(PlanError, match="belongs to another plan"):
         make_payload(plan, title="x", graph=GraphView.of(gpt_graph(2)))
     with pytest.raises(PlanError, match="3 stages, the plan 4"):
         make_payload(plan, title="x", measured=jittered(sample_plan(3)))

@@ -1,22 +1,33 @@
-"""Jobs on one host listen on loopback only."""
+"""Jobs on one host meet in a private file and listen on loopback only."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.ports import free_port
 
-from pipepart.errors import ConfigError
-from pipepart.runtime.rendezvous import local_store
+from pipepart.errors import ConfigError, PipelineError
+from pipepart.runtime import Groups, Mesh, rendezvous
+from pipepart.runtime.rendezvous import job_folder, meeting_store
+from pipepart.runtime.signing import signed, verified
 
 ROOT = Path(__file__).parents[2]
+LIMIT = timedelta(seconds=60)
 JOB = """
     import os
     from datetime import timedelta
@@ -64,8 +75,19 @@ def test_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
 
 
 def test_other_hosts_are_left_to_torch() -> None:
-    assert local_store("10.1.2.3", 29500, 0, 2, timedelta(seconds=1)) is None
-    assert local_store("node-0", 29500, 1, 2, timedelta(seconds=1)) is None
+    assert meeting_store("10.1.2.3", 29500, 0, 2, LIMIT) is None
+
+
+@pytest.mark.parametrize("slurm", [False, True])
+def test_a_host_that_does_not_resolve_is_named_at_once(monkeypatch: pytest.MonkeyPatch, slurm: bool) -> None:
+    """Torch tries to connect until its timeout."""
+    if slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    begun = time.monotonic()
+    source = "SLURM_JOB_NODELIST" if slurm else "comes from MASTER_ADDR"
+    with pytest.raises(ConfigError, match=f"'no-such-host.invalid'.*does not resolve.*{source}"):
+        meeting_store("no-such-host.invalid", 29500, 1, 2, timedelta(seconds=600))
+    assert time.monotonic() - begun < 60
 
 
 def test_a_port_that_is_taken_is_named() -> None:
@@ -74,4 +96,69 @@ def test_a_port_that_is_taken_is_named() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*MASTER_PORT"):
-            local_store("127.0.0.1", port, 0, 2, timedelta(seconds=1))
+            meeting_store("127.0.0.1", port, 0, 2, LIMIT)
+
+
+def _together(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [call.result(60) for call in [threads.submit(call) for call in calls]]
+
+
+def test_ranks_meet_in_a_private_folder_that_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_folder() as folder:
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        first, second = _together(*(partial(meeting_store, "", 0, rank, 2, LIMIT, True) for rank in range(2)))
+        assert not os.path.exists(folder)  # a job that is killed leaves nothing behind
+        first.set("key", "value")
+        assert second.get("key") == b"value"
+        again = _together(*(partial(meeting_store, "", 0, rank, 2, LIMIT, True) for rank in range(2)))
+        assert not again[0].check(["key"]), "a second initialisation begins with an empty store"
+    assert "PIPEPART_JOB" not in os.environ
+
+
+def test_ranks_without_a_common_folder_leave_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    first, second = _together(*(partial(meeting_store, "127.0.0.1", port, rank, 2, LIMIT) for rank in range(2)))
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert isinstance(first, dist.FileStore)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def test_ranks_with_separate_folders_stay_on_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers on one host may have separate file systems."""
+    monkeypatch.setattr(rendezvous, "_file_store", lambda folder: os.stat(f"{folder}/not-here"))
+    port = free_port()
+    first, second = _together(*(partial(meeting_store, "127.0.0.1", port, rank, 2, LIMIT) for rank in range(2)))
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    open_to_all, link = tmp_path / "open", tmp_path / "link"
+    open_to_all.mkdir(mode=0o755)
+    link.symlink_to(open_to_all)
+    with pytest.raises(PermissionError, match="is not private"):
+        rendezvous._file_store(str(open_to_all))
+    with pytest.raises(OSError):
+        rendezvous._file_store(str(link))
+    if os.getuid() == 0:
+        foreign = tmp_path / "foreign"
+        foreign.mkdir(mode=0o700)
+        os.chown(foreign, 65534, 65534)
+        with pytest.raises(PermissionError, match="is not private"):
+            rendezvous._file_store(str(foreign))
+
+
+def test_one_process_needs_no_port() -> None:
+    assert isinstance(meeting_store("node-0", 29500, 0, 1, LIMIT), dist.HashStore)
+
+
+def test_objects_without_the_signature_of_the_job_are_not_read() -> None:
+    groups = Groups(Mesh(1, 2), 0, *[None] * 4, key=b"k" * 32)  # type: ignore[arg-type]
+    data = signed({"a": [1, 2]}, groups)
+    assert verified(data, groups) == {"a": [1, 2]}
+    for wrong in (data[:-1], data[1:], b"", pickle.dumps(print), bytes(32) + data[32:]):
+        with pytest.raises(PipelineError, match="no rank of this job has signed"):
+            verified(wrong, groups)

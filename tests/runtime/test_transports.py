@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
+from support.stranger import attack
 
 from pipepart.errors import ConfigError
 from pipepart.options import Options
+from pipepart.runtime import shared_memory
 from pipepart.runtime.mesh import Groups, Mesh
 from pipepart.runtime.transport import choose_transport
 
@@ -151,3 +155,39 @@ def test_segments_are_used_again_and_descriptors_do_not_grow() -> None:
 def test_unknown_transport() -> None:
     with pytest.raises(ConfigError, match="did you mean 'shared_memory'"):
         Options(transport="sharedmemory")
+
+
+def _under_attack() -> float:
+    """Strangers connect to the socket of every stage before its peers do, and stay silent or write nonsense."""
+    groups = Groups.create(Mesh(1, 3), timedelta(seconds=240))
+    gather = shared_memory.gather_objects
+
+    def gather_after_strangers(name: bytes, *args: Any, **options: Any) -> list[Any]:
+        addresses = gather(name, *args, **options)
+        if os.getuid() == 0:
+            attack([], [name], seconds=0.2)
+        for word in (b"", b"x", bytes(40), bytes(41)):  # of this user, without the key of the job
+            strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            strangers[-1].connect(name)
+            if word:
+                strangers[-1].send(word)
+        gather(b"", *args, **options)
+        return addresses
+
+    strangers: list[socket.socket] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "gather_objects", gather_after_strangers)
+        begun = time.monotonic()
+        transport = shared_memory.SharedMemoryTransport(groups, 240.0)
+    data = torch.full((3,), float(groups.stage))
+    for other in {0, 1, 2} - {groups.stage}:
+        transport.send(data, other)
+    for other in {0, 1, 2} - {groups.stage}:
+        transport.recv(data, other).wait()
+        assert data.tolist() == [other] * 3
+    dist.barrier()
+    return time.monotonic() - begun
+
+
+def test_strangers_at_the_socket_of_a_stage_are_ignored() -> None:
+    assert max(run_ranks(3, _under_attack)) < 60

@@ -75,10 +75,10 @@ def test_mistakes_in_a_file_are_named(text, message):
 
 
 def test_a_file_that_cannot_be_read_is_an_error_of_ours(tmp_path):
-    with pytest.raises(ScheduleError, match="cannot be read"):
+    with pytest.raises(ScheduleError, match="cannot read"):
         read_csv(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ScheduleError, match="cannot be read"):
+    with pytest.raises(ScheduleError, match="cannot read"):
         read_csv(tmp_path / "binary.csv")
 
 

@@ -47,7 +47,7 @@ Build = Callable[[list[Any]], Any]
 class Tree:
     """The structure of a nested value: the type of the container, the keys of its children, and their structures.
 
-    `context` is everything else of the container that affects what a program does with it. `build` makes an equal
+    `context` is everything else of the container that affects its behaviour. `build` makes an equal
     container around other children; it does not count when structures are compared.
     """
 

@@ -1,7 +1,7 @@
 """Cached functions (``functools.lru_cache``, ``cache``) that are called with sizes.
 
 A hit returns the result of an earlier call, so that sizes would become constants. While a model is recorded, such a
-function computes anew for tracked numbers, and its cache keeps none of them. It is found from the frame that uses a
+function computes again for tracked numbers, and its cache keeps none of them. It is found from the frame that uses a
 tracked number as a key, among the functions that this frame can call.
 """
 
@@ -42,7 +42,7 @@ class CachedFunction:
     name: str
 
     def replacement(self, recorder: Recorder) -> tuple[Any, str, Any]:
-        """Return the patch under which calls of the function with tracked numbers compute anew."""
+        """Return the patch under which calls of the function with tracked numbers compute again."""
         call = _anew(recorder, self.function)
         return self.holder, self.name, call if self.value is self.function else type(self.value)(call)
 

@@ -37,7 +37,7 @@ def keep_attributes(recorder: Recorder, before: Snapshot) -> None:
             with builder.inside(path, module):
                 owner = builder.read_attribute(path)
                 builder.make("call_function", intrinsics.set_attribute, (owner, name, builder.argument(value)), {})
-            recorder.notes.append(f"attribute {name!r} of module {path!r}: a tensor that each call keeps")
+            recorder.notes.append(f"attribute {name!r} of module {path!r}: each call stores a new tensor in it")
             continue
         if value == old and type(value) is type(old):
             continue
@@ -59,7 +59,7 @@ def keep_attributes(recorder: Recorder, before: Snapshot) -> None:
 
 
 def refuse_hooks(recorder: Recorder, before: Snapshot) -> None:
-    """Refuse a call that leaves hooks behind: it has set the model up."""
+    """Refuse a call that leaves hooks behind: such a call initialises the model."""
     for path, name in before.hook_changes():
         recorder.failed_in = [path]
         raise Unsettled(
@@ -83,5 +83,5 @@ def refuse_effects(recorder: Recorder, effects: Effects) -> None:
         )
     if ops.has_global_hooks():
         recorder.notes.append(
-            "global module hooks: they run for the modules that are one op each, not for those around"
+            "global module hooks run only for modules that are recorded as one op, not for modules that contain them"
         )

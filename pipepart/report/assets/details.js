@@ -1,4 +1,4 @@
-// The graph view, continued: search, selection, and what is known about a box or an edge.
+// The graph view, continued: search, selection, and the details of a box or an edge.
 (function (pp) {
   "use strict";
   if (typeof document === "undefined") return;

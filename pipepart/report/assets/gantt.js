@@ -1,5 +1,5 @@
 // Timelines as Gantt charts, one above the other on the same scale: actions, idle time, the critical path, live
-// activations, and messages: receives above the compute of a stage, sends below it, arrows from one to the other. Only what is in sight is drawn; what is narrower than a hair is merged with its neighbours.
+// activations, and messages: receives above the compute of a stage, sends below it, arrows from one to the other. Only visible events are drawn; very narrow ones are merged with their neighbours.
 (function (pp) {
   "use strict";
   const { h, s } = pp;
@@ -192,7 +192,7 @@
       }
       plot.append(this.top);
       const share = (this.to - this.from) / this.whole;
-      this.status.textContent = `${share < 0.999 ? `${pp.seconds(this.to - this.from)} of ${pp.seconds(this.whole)} in sight` : ""}${hidden ? `${share < 0.999 ? "; " : ""}zoom in for the messages` : ""}`;
+      this.status.textContent = `${share < 0.999 ? `${pp.seconds(this.to - this.from)} of ${pp.seconds(this.whole)} visible` : ""}${hidden ? `${share < 0.999 ? "; " : ""}zoom in for the messages` : ""}`;
       svg.dataset.arrows = arrows;
     }
 
@@ -286,7 +286,7 @@
       return group;
     }
 
-    /** From where a message leaves (its send, or the end of what made it) to where it is there (the end of its receive). */
+    /** From where a message leaves (its send, or the end of what made it) to its arrival (the end of its receive). */
     arrow(part, [from, to, send, receive], kind) {
       const down = to.stage > from.stage, edge = (stage, below) => part.rows[stage] + (below ? this.lane + STRIP : -STRIP);
       const left = send ? send.start : from.end, there = receive && receive.end > receive.start ? receive.end : to.start;

@@ -1,4 +1,4 @@
-// The ops of a graph as a tree of modules (or of chunks, then modules), and the edges between what is in sight of it.
+// The ops of a graph as a tree of modules (or of chunks, then modules), and the edges between its visible boxes.
 (function (pp) {
   "use strict";
   const CROWD = 120, BUNDLE = 40;
@@ -201,7 +201,7 @@
     return { root, leaf, mode, size: number };
   };
 
-  /** Open the largest groups as long as no more than so many nodes are in sight. */
+  /** Open the largest groups as long as no more than so many nodes are visible. */
   pp.openUpTo = function (tree, most) {
     let seen = tree.root.children.length;
     const waiting = tree.root.children.filter((n) => n.children.length);

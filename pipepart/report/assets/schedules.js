@@ -1,4 +1,4 @@
-// The schedules of pipepart.schedule, action for action: what every stage computes, in order.
+// The schedules of pipepart.schedule, action for action: the actions of every stage, in order.
 // An action is {kind, chunk, k}: kind F, B, I or W of one chunk and micro-batch k.
 (function (pp) {
   "use strict";
@@ -181,7 +181,8 @@
       case "zb_h1": return delayedWeights("zb_h1", stages, microbatches, 1);
       case "zb_h2": return delayedWeights("zb_h2", stages, microbatches, 2);
       case "zb_v": return zbV(stages, microbatches);
-      default: return forwardOnly(stages, microbatches, placement || loopedPlacement(stages, chunks));
+      case "forward": return forwardOnly(stages, microbatches, placement || loopedPlacement(stages, chunks));
+      default: throw new Error(`schedule ${name} is not known`);
     }
   };
 

@@ -1,4 +1,4 @@
-// Bars per stage: where the time of a step goes, and what fills the memory.
+// Bars per stage: the time of a step and the memory, by use.
 (function (pp) {
   "use strict";
   const { h } = pp;

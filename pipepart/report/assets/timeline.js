@@ -97,7 +97,7 @@
     const spans = Array.from({ length: timeline.stages }, () => []), sent = new Map();
     for (const e of timeline.events) if (e.kind === "SEND") sent.set(`${e.payload} ${e.chunk} ${e.peer} ${e.k}`, e.start);
     for (const e of [...timeline.events, ...pp.impliedReceives(timeline)]) {
-      // a stage that waits for what is not even sent idles
+      // a stage is idle while its message is not yet sent
       const left = e.kind === "RECV" ? sent.get(`${e.payload} ${e.peer} ${e.chunk} ${e.k}`) : undefined;
       if (!COMPUTE.has(e.kind)) spans[e.stage].push([left > e.start ? Math.min(left, e.end) : e.start, e.end]);
     }
@@ -107,7 +107,7 @@
       const work = mergeSpans(mine.map((e) => [e.start, e.end]));
       let at = 0;
       for (const [start, end] of mergeSpans(spans[stage])) {
-        // what of the span no compute covers
+        // the part of the span without compute
         let covered = 0;
         while (at > 0 && work[at - 1] && work[at - 1][1] > start) at--;
         while (at < work.length && work[at][1] <= start) at++;

@@ -1,0 +1,66 @@
+"""Processes that end with the process that has started them, however that one ends.
+
+The kernel of Linux sends a signal to a process whose parent ends, if the process has asked for it. A parent that has ended
+before is noticed by its process id. Other systems have the second check only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import spawn
+
+__all__ = ["end_with_parent", "outlive_parent", "spawned_tied", "tied"]
+
+_SET_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
+_START = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_SET_SIGNAL}, {int(signal.SIGKILL)})
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""A program that runs another program in its place. The signal of the parent stays set, from before the first import."""
+
+
+def end_with_parent(parent: int) -> None:
+    """Let this process be killed when its parent ends, and end it now if the parent with this id has ended already."""
+    _set_signal(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Let this process continue when its parent ends."""
+    _set_signal(0)
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """Return a command that runs `command` as a child that is killed when this process ends, also while it starts.
+
+    Only on Linux and in the main thread: the kernel sends the signal when the thread ends that has started the child.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command]
+
+
+@contextmanager
+def spawned_tied() -> Iterator[None]:
+    """Tie the processes that `multiprocessing` spawns inside to this process."""
+    before = spawn.get_command_line
+    spawn.get_command_line = lambda **options: tied(before(**options))
+    try:
+        yield
+    finally:
+        spawn.get_command_line = before
+
+
+def _set_signal(number: int) -> None:
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_SET_SIGNAL, number)
