@@ -33,6 +33,7 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
+from pipepart.runtime.program import StepRequest
 from pipepart.runtime.rendezvous import join_job, processes_on_this_host, world_size
 from pipepart.samples.numbers import NOT_KNOWN_AHEAD, EqualWeights
 from pipepart.samples.pieces import pieces_of
@@ -212,15 +213,15 @@ class Pipeline:
         coming = [self._leaves_ahead(name, call) for call in ahead] if windowed and self._runtime.is_first else []
         key = self._runtime.seeds.of_step("step", self.steps_done)
         self.steps_done += 1
-        result = self._runtime.train(
-            leaves,
-            name=name,
+        request = StepRequest(
+            leaves=leaves,
             trace=self._tracing,
             reduce=not self._accumulating,
             continues=self._continues,
             ahead=coming,
             draw_key=key,
         )
+        result = self._runtime.train(request, name)
         self._continues = self._accumulating
         self._runtime.hand_over()
         self._nothing.grad = torch.zeros_like(self._nothing)
@@ -257,7 +258,8 @@ class Pipeline:
         self.evaluations_done += 1
         try:
             name, leaves = self._recording_for("evaluate", args, kwargs)
-            result = self._runtime.evaluate(name, leaves, draw_key=key)
+            request = StepRequest(leaves=leaves, train=False, outputs_everywhere=True, draw_key=key)
+            result = self._runtime.evaluate(request, name)
         finally:
             self.module.train(was_training)
         return self._runtime.recording(name).unflatten(result.outputs)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
 from pipepart.cost import state_kept
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
+from pipepart.runtime.program import StepRequest
 from pipepart.runtime.stage import StageRuntime
 
 __all__ = ["rehearsed"]
@@ -26,23 +26,23 @@ _BUDGET = 2.0  # seconds
 _BETWEEN_STEPS = 24 * 2**20  # bytes of caches that code between two steps uses, as measured
 
 
-def rehearsed(runtime: StageRuntime, leaves: Sequence[Any] | None, **options: Any) -> float:
-    """Return the seconds of a step, equal on all ranks. `options` are those of `StageRuntime.train`.
+def rehearsed(runtime: StageRuntime, request: StepRequest, name: str) -> float:
+    """Return the seconds of the training step `name`, equal on all ranks.
 
     Every rank must call it. Parameters, buffers, gradients and random states do not change.
     """
     with state_kept(runtime.root):
-        first = [_step(runtime, leaves, options) for _ in range(_FIRST)]
+        first = [_step(runtime, request, name) for _ in range(_FIRST)]
         least, most = _STEPS
         count = _from_rank_zero(runtime, min(most, max(least, int(_BUDGET / max(first[-1], 1e-6)))))
-        steps = [_step(runtime, leaves, options) for _ in range(int(count))]
+        steps = [_step(runtime, request, name) for _ in range(int(count))]
         seconds = statistics.median(steps[len(steps) // 3 :])  # allocators need some more steps to become steady
     return _from_rank_zero(runtime, seconds)
 
 
-def _step(runtime: StageRuntime, leaves: Sequence[Any] | None, options: dict[str, Any]) -> float:
+def _step(runtime: StageRuntime, request: StepRequest, name: str) -> float:
     started = time.perf_counter()
-    runtime.train(leaves, **options)
+    runtime.train(request, name)
     seconds = time.perf_counter() - started
     _as_between_steps(runtime.parameters.take_gradients().values(), runtime.device)
     return seconds

@@ -20,6 +20,7 @@ from pipepart.recording.model_state.state import is_abstract
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
 from pipepart.runtime.microbatch import Whole, merge_outputs, split_batch
+from pipepart.runtime.program import StepRequest
 from pipepart.runtime.stage import StageRuntime
 from pipepart.samples.lockstep import evaluating
 from pipepart.samples.pieces import Pieces
@@ -91,7 +92,9 @@ def verification(
     if reference.reason:
         return f"verify     not possible: {reference.reason}"
     with evaluating(runtime.root):
-        result = runtime.train(reference.leaves, outputs_everywhere=True, separate=separate, context=context)
+        result = runtime.train(
+            StepRequest(leaves=reference.leaves, outputs_everywhere=True, separate=separate, context=context)
+        )
         gradients = runtime.parameters.take_gradients()
     rows: list[tuple[str, ...]] = [("", "whole batch", "micro-batches", "pipeline")]
     for index, name in names.items():

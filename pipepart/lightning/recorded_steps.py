@@ -23,7 +23,7 @@ from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.replay import replay
 from pipepart.recording import Recording
 from pipepart.recording.model_state.places import Place
-from pipepart.runtime import StageRuntime
+from pipepart.runtime import StageRuntime, StepRequest
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.microbatch import Whole
@@ -91,8 +91,8 @@ class RecordedSteps:
         accumulates = trainer.fit_loop._should_accumulate()
         ahead = [] if self._continues else self._leaves_ahead(name, batch_idx)
         started = time.perf_counter()
-        result = runtime.train(
-            leaves,
+        request = StepRequest(
+            leaves=leaves,
             draw_key=runtime.seeds.of_step("training_step", trainer.fit_loop.epoch_loop.batch_progress.total.ready),
             reduce=self._job.mesh.replicas == 1 or not accumulates,
             continues=self._continues,
@@ -102,8 +102,8 @@ class RecordedSteps:
             outputs_everywhere=True,
             separate=self.effects[name].separate,
             context=self._job.context,
-            name=name,
         )
+        result = runtime.train(request, name)
         self._continues = accumulates
         self._seconds.append(time.perf_counter() - started)
         return replay(self.effects[name], result, runtime.recording(name), self._module, runtime)
@@ -112,13 +112,15 @@ class RecordedSteps:
         """Forward of all micro-batches, and the effects of the step. Returns its result."""
         runtime, trained = self.runtime, self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         name, leaves = self._find(step, batch, batch_idx, loader)
-        result = runtime.evaluate(
-            name,
-            leaves,
+        request = StepRequest(
+            leaves=leaves,
+            train=False,
+            outputs_everywhere=True,
             separate=self.effects[name].separate,
             context=self._job.context,
             draw_key=runtime.seeds.of_step(step, trained, loader or 0, batch_idx),
         )
+        result = runtime.evaluate(request, name)
         return replay(self.effects[name], result, runtime.recording(name), self._module, runtime)
 
     def _find(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> tuple[str, list[Any] | None]:
@@ -167,14 +169,13 @@ class RecordedSteps:
         name, leaves = self.variants["training_step"].choose(self._flatten(example, 0, None), self.runtime)
         if name is None:  # it is recorded when the batch is trained on
             return None
-        return rehearsed(
-            self.runtime,
-            leaves,
+        request = StepRequest(
+            leaves=leaves,
             outputs_everywhere=True,
             separate=self.effects[name].separate,
             context=self._job.context,
-            name=name,
         )
+        return rehearsed(self.runtime, request, name)
 
     def _record(
         self,

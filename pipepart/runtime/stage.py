@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -159,58 +158,15 @@ class StageRuntime:
         """Return the recording of a step with the weights of the whole batch."""
         return self.steps.programs[name].weighed
 
-    def train(
-        self,
-        leaves: Sequence[Any] | None,
-        *,
-        name: str | None = None,
-        loss_scale: float = 1.0,
-        trace: bool = False,
-        reduce: bool = True,
-        continues: bool = False,
-        ahead: Sequence[Sequence[Any] | None] = (),
-        outputs_everywhere: bool = False,
-        separate: Collection[int] = (),
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        draw_key: int | None = None,
-    ) -> StepResult:
+    def train(self, request: StepRequest, name: str | None = None) -> StepResult:
         """Run forward and backward of all micro-batches of a recorded step (default: the step of the plan).
 
-        The new gradients are kept apart until `hand_over`. `StepRequest` describes the other arguments.
+        The new gradients are kept apart until `hand_over`.
         """
-        request = StepRequest(
-            leaves=leaves,
-            outputs_everywhere=outputs_everywhere,
-            separate=separate,
-            context=context,
-            draw_key=draw_key,
-            loss_scale=loss_scale,
-            trace=trace,
-            reduce=reduce,
-            continues=continues,
-            ahead=ahead,
-        )
         return self.steps.train(name or self._inputs.step.name, request)
 
-    def evaluate(
-        self,
-        name: str,
-        leaves: Sequence[Any] | None,
-        *,
-        outputs_everywhere: bool = True,
-        separate: Collection[int] = (),
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        draw_key: int | None = None,
-    ) -> StepResult:
-        """Run the forward of all micro-batches of a recorded step. `StepRequest` describes the arguments."""
-        request = StepRequest(
-            leaves=leaves,
-            train=False,
-            outputs_everywhere=outputs_everywhere,
-            separate=separate,
-            context=context,
-            draw_key=draw_key,
-        )
+    def evaluate(self, request: StepRequest, name: str) -> StepResult:
+        """Run the forward of all micro-batches of a recorded step."""
         return self.steps.evaluate(name, request)
 
     def from_first(self, value: Any) -> Any:

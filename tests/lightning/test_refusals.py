@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "the precision plugin OtherPrecision is not supported",
     ),
     "counter": (Counting, {}, "the step sets self.count to 1"),
-    "list": (Popping, {}, "on self.queue: of the changes of lists"),
+    "list": (Popping, {}, "on self.queue. A recorded step can repeat only append"),
     "metric decides": (DecidingByMetric, {}, "branches on it"),
     "metric in the loss": (ComputingWithMetric, {}, "computes with the value of metric train_accuracy"),
     "unfilled": (Unfilled, {}, "nothing fills them, such as layer.1.scale: Scale has no reset_parameters() that does"),
