@@ -35,7 +35,7 @@ from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
 from pipepart.runtime.program import StepRequest
 from pipepart.runtime.rendezvous import join_job, processes_on_this_host, world_size
-from pipepart.samples.numbers import NOT_KNOWN_AHEAD, EqualWeights
+from pipepart.samples.batch_numbers import NOT_KNOWN_AHEAD, EqualWeights
 from pipepart.samples.pieces import pieces_of
 from pipepart.schedule import Timeline
 

@@ -81,3 +81,9 @@ def test_pure_packages_know_no_processes() -> None:
             assert "torch.distributed" not in "".join(
                 line for line in path.read_text().splitlines(True) if line.lstrip().startswith(("import ", "from "))
             ), f"{path} imports torch.distributed"
+
+
+def test_each_module_has_a_name_of_its_own():
+    paths = [path for path in ROOT.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    names = [path.stem for path in paths] + [path.parent.name for path in ROOT.rglob("__init__.py")]
+    assert not {name for name in names if names.count(name) > 1}

@@ -22,7 +22,7 @@ from pipepart import Pipeline, PipelineStrategy, plan
 from pipepart.cli.schema import StrategyConfig, schema_of
 from pipepart.cli.train import check_run
 from pipepart.errors import ConfigError, PipepartError, PlanError
-from pipepart.lightning.options import StrategyOptions
+from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.options import Options
 from pipepart.planning import PlanOptions
 from pipepart.planning.entry import Target

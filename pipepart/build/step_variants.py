@@ -21,7 +21,7 @@ from pipepart.errors import CaptureError
 from pipepart.recording import Recording
 from pipepart.recording.inputs import trees
 from pipepart.recording.model_state.places import Change, Place
-from pipepart.recording.recording import StateChanged
+from pipepart.recording.recorded import StateChanged
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
 from pipepart.runtime.microbatch import fitting_sizes

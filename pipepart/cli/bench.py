@@ -11,7 +11,7 @@ from typing import Any
 
 from pipepart.cli.config import checked, compose_config
 from pipepart.cli.console import bold, quiet_libraries, shown, table
-from pipepart.cli.ranks import refuse_inside_job, start_ranks
+from pipepart.cli.processes import refuse_inside_job, start_ranks
 from pipepart.cli.train import SHORT, prepare_folder, read_result, ready
 from pipepart.errors import ConfigError, PipepartError
 from pipepart.files import may_fail

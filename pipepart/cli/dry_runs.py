@@ -21,11 +21,11 @@ from torch import nn
 from pipepart.build import Example, Job, Recorded, Step, record_example
 from pipepart.cli.config import checked, compose_config
 from pipepart.cli.console import bold, quiet_libraries, shown
-from pipepart.cli.ranks import refuse_inside_job, start_ranks
+from pipepart.cli.processes import refuse_inside_job, start_ranks
 from pipepart.cli.train import SHORT, ready, resolve_devices
 from pipepart.cost.cluster import Cluster, cluster_from
 from pipepart.errors import ConfigError
-from pipepart.lightning.options import StrategyOptions
+from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.options import Options
 from pipepart.pipeline import Pipeline
 from pipepart.planning import Plan

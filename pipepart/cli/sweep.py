@@ -28,7 +28,7 @@ from pipepart.cli.config import (
     written,
 )
 from pipepart.cli.console import bold, quiet_libraries, shown, table
-from pipepart.cli.ranks import already_started, join_started, refuse_inside_job, run_as_task
+from pipepart.cli.processes import already_started, join_started, refuse_inside_job, run_as_task
 from pipepart.cli.targets import check_allow, check_hydra_section
 from pipepart.cli.train import check_run, prepare_folder, read_result, ready, run
 from pipepart.errors import ConfigError, PipelineError, PipepartError

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipepart.cli.config import checked, compose_config, written
 from pipepart.cli.console import bold, quiet_libraries, shown
-from pipepart.cli.ranks import already_started, join_started, run_as_rank, start_ranks
+from pipepart.cli.processes import already_started, join_started, run_as_rank, start_ranks
 from pipepart.cli.targets import build
 from pipepart.errors import ConfigError, PipepartError
 from pipepart.files import load_json, may_fail
@@ -85,8 +85,8 @@ def resolve_devices(config: dict[str, Any]) -> int:
 
 def check_run(config: dict[str, Any]) -> None:
     """Refuse everything that can be refused before a process is started."""
-    from pipepart.lightning.options import StrategyOptions
     from pipepart.lightning.sharded import is_sharded
+    from pipepart.lightning.strategy_options import StrategyOptions
     from pipepart.runtime import fit_mesh
 
     strategy, launcher = config["strategy"], config["launcher"]

@@ -14,7 +14,7 @@ from pipepart.graph.opgraph import OpGraph, op_graph
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.record import record
-from pipepart.recording.recording import Recording
+from pipepart.recording.recorded import Recording
 from pipepart.recording.step import step_recorder
 from pipepart.samples.pieces import other_batches
 

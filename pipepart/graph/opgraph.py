@@ -13,7 +13,7 @@ from pipepart.recording.execution.colocate import colocated
 from pipepart.recording.execution.ops_run import tensor_names, used_tensors
 from pipepart.recording.fingerprint import target_name
 from pipepart.recording.op import OpData, op_of
-from pipepart.recording.recording import Recording
+from pipepart.recording.recorded import Recording
 
 __all__ = ["Op", "OpGraph", "op_graph"]
 

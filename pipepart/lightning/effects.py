@@ -1,7 +1,7 @@
 """Effects of a recorded step: it logs, feeds metrics, fills containers and sets attributes.
 
 A recorded step does not run the user's Python again. So its effects are noted while it is recorded, their tensors become
-extra outputs of the recording, and `replay` repeats them after each step with the values of the whole batch.
+extra outputs of the recording, and `repeat_effects` repeats them after each step with the values of the whole batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 from torchmetrics import Metric
 
 from pipepart.errors import ConfigError
+from pipepart.lightning.lightning_step import Logs, detached, record_lightning_step, with_class
 from pipepart.lightning.metrics import Later, metric_members, outer_metrics
-from pipepart.lightning.step import Logs, detached, record_lightning_step, with_class
 from pipepart.lightning.watched_containers import Path, Touched, Watched, text_of, watched_containers
 from pipepart.recording import ExtraOutput, Recording
 from pipepart.recording.inputs import trees

@@ -30,11 +30,11 @@ from pipepart.lightning.checkpoints import Checkpoints
 from pipepart.lightning.data import reopen, shared_example, steps_ahead
 from pipepart.lightning.launcher import Launcher
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
-from pipepart.lightning.options import StrategyOptions
 from pipepart.lightning.ranks import Ranks
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
 from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks, connect_scaler, loss_scale_of
+from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import Wholeness, move_to_device
 from pipepart.planning import Plan
 from pipepart.planning.request import ScheduleName

@@ -20,14 +20,14 @@ from pipepart.lightning.announce import tell
 from pipepart.lightning.data import batches_ahead, prepare, why_not_ahead
 from pipepart.lightning.effects import Effects, record_with_effects
 from pipepart.lightning.materialise import empty_names
-from pipepart.lightning.replay import replay
+from pipepart.lightning.repeat_effects import repeat_effects
 from pipepart.recording import Recording
 from pipepart.recording.model_state.places import Place
 from pipepart.runtime import StageRuntime, StepRequest
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.microbatch import Whole
-from pipepart.samples.numbers import NOT_KNOWN_AHEAD
+from pipepart.samples.batch_numbers import NOT_KNOWN_AHEAD
 from pipepart.samples.pieces import pieces_of
 
 __all__ = ["RecordedSteps"]
@@ -106,7 +106,7 @@ class RecordedSteps:
         result = runtime.train(request, name)
         self._continues = accumulates
         self._seconds.append(time.perf_counter() - started)
-        return replay(self.effects[name], result, runtime.recording(name), self._module, runtime)
+        return repeat_effects(self.effects[name], result, runtime.recording(name), self._module, runtime)
 
     def evaluate(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> Any:
         """Forward of all micro-batches, and the effects of the step. Returns its result."""
@@ -121,7 +121,7 @@ class RecordedSteps:
             draw_key=runtime.seeds.of_step(step, trained, loader or 0, batch_idx),
         )
         result = runtime.evaluate(request, name)
-        return replay(self.effects[name], result, runtime.recording(name), self._module, runtime)
+        return repeat_effects(self.effects[name], result, runtime.recording(name), self._module, runtime)
 
     def _find(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> tuple[str, list[Any] | None]:
         """The name of a recording that holds for this batch, and the leaves of the batch on the first stage.

@@ -12,7 +12,7 @@
       linear_orders    the prefixes of one linear order
       downsets         all downsets, or any chosen set
        |
-    search         best_path: the smallest bottleneck over all paths through a set of states, exactly
+    bottleneck     best_path: the smallest bottleneck over all paths through a set of states, exactly
     improve        a better path near a known one
        |
     solve          partition(): tries the sets of states in turn; gives path, bound and method

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pipepart.partition.bottleneck import Table
 from pipepart.partition.device_orders import Place
-from pipepart.partition.search import Table
 from pipepart.partition.unit_costs import NEVER, Ints, UnitCosts
 
 __all__ = ["DownsetStates", "all_downsets", "as_mask", "unpack"]

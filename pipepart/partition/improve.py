@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pipepart.partition.bottleneck import Found, best_path
 from pipepart.partition.device_orders import DeviceOrders
 from pipepart.partition.downsets import DownsetStates, as_mask, unpack
-from pipepart.partition.search import Found, best_path
 from pipepart.partition.unit_costs import Ints, UnitCosts
 
 __all__ = ["improve"]

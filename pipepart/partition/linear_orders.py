@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipepart.partition.bottleneck import Table
 from pipepart.partition.device_orders import Place
-from pipepart.partition.search import Table
 from pipepart.partition.unit_costs import Ints, UnitCosts
 
 __all__ = ["LinearStates", "linear_orders"]

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 
 from pipepart.errors import PartitionError
+from pipepart.partition.bottleneck import best_path
 from pipepart.partition.device_orders import Place, device_orders
 from pipepart.partition.linear_orders import LinearStates
 from pipepart.partition.problem import Problem
-from pipepart.partition.search import best_path
 from pipepart.partition.unit_costs import NEVER, Ints, UnitCosts, make_unit_costs
 from pipepart.partition.units import UnitGraph
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipepart.errors import PartitionError
+from pipepart.partition.bottleneck import Found, States, best_path, pairs_to_try
 from pipepart.partition.device_orders import DeviceOrders, device_orders
 from pipepart.partition.downsets import as_mask
 from pipepart.partition.improve import improve
 from pipepart.partition.prepared import Prepared, all_costs, prepare
 from pipepart.partition.problem import Problem
 from pipepart.partition.result import Partition, make_partition
-from pipepart.partition.search import Found, States, best_path, pairs_to_try
 from pipepart.partition.shortage import nothing_fits
 from pipepart.partition.unit_costs import NEVER, UnitCosts
 from pipepart.partition.units import unit_graph

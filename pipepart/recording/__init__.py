@@ -12,7 +12,7 @@ from pipepart.recording.op import OpMeta, op_of
 from pipepart.recording.proof.chunk_proof import prove_chunks
 from pipepart.recording.proof.prove import prove
 from pipepart.recording.record import record
-from pipepart.recording.recording import ExtraOutput, GuardError, Input, Recording
+from pipepart.recording.recorded import ExtraOutput, GuardError, Input, Recording
 from pipepart.recording.step import record_step
 
 __all__ = [

@@ -14,7 +14,7 @@ from pipepart.recording.op import op_of
 from pipepart.recording.trace.intrinsics import check
 
 if TYPE_CHECKING:
-    from pipepart.recording.recording import Recording
+    from pipepart.recording.recorded import Recording
 
 __all__ = ["describe", "structure", "target_name"]
 

@@ -25,7 +25,7 @@ from pipepart.recording.model_state import state
 from pipepart.recording.model_state.places import Place, is_number, number_of
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.prove import prove_call
-from pipepart.recording.recording import ANY, GuardError, Input, Recording
+from pipepart.recording.recorded import ANY, GuardError, Input, Recording
 from pipepart.recording.trace.facts import annotate
 from pipepart.recording.trace.runs import Call, Run, RunFailed, Settings, eager, run_once
 

@@ -12,7 +12,7 @@ import torch
 from pipepart.errors import PlanError
 from pipepart.recording import Recording
 from pipepart.recording.inputs.batching import batching_of
-from pipepart.recording.recording import GuardError
+from pipepart.recording.recorded import GuardError
 from pipepart.samples.pieces import Pieces
 
 __all__ = [

@@ -29,7 +29,7 @@ from pipepart.runtime.microbatch import (
 from pipepart.runtime.randomness import seeded
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport, share
-from pipepart.samples.numbers import Window, open_window
+from pipepart.samples.batch_numbers import Window, open_window
 from pipepart.samples.tail import Tail
 from pipepart.schedule import Schedule
 

@@ -24,7 +24,7 @@ from pipepart.runtime.randomness import OpSeeds
 from pipepart.runtime.tracing import Trace, TraceBoard, TracePolicy
 from pipepart.runtime.transport import GroupTransport, Transport, choose_transport, share
 from pipepart.samples import Weighed
-from pipepart.samples.numbers import DIFFERENT_RECORDINGS, EqualWeights, Window
+from pipepart.samples.batch_numbers import DIFFERENT_RECORDINGS, EqualWeights, Window
 from pipepart.schedule import Timeline
 
 __all__ = ["StageRuntime"]

@@ -10,7 +10,7 @@ follow        names of ops; values of a recording that follow the batch
    |   forms          outputs as trees of sums over samples and their denominators
    |   losses, terms  the walk from an output back to its form
    |   emission       forms written into the graph
-   |   numbers        the numbers of a batch or of a window, computed before a step
+   |   batch_numbers  the numbers of a batch or of a window, computed before a step
    |   weigh          all of it: Recording -> Weighed
    |
    |   the batch check: a recording runs on a batch and on its parts

@@ -18,7 +18,7 @@ from pipepart.recording import Recording
 from pipepart.recording.inputs.batching import batching_of
 from pipepart.recording.model_state.state import is_abstract
 from pipepart.recording.op import op_of
-from pipepart.recording.recording import GuardError
+from pipepart.recording.recorded import GuardError
 from pipepart.samples.lockstep import Split
 from pipepart.samples.mixing import Mixing, study
 from pipepart.samples.pieces import Pieces

@@ -15,10 +15,10 @@ import torch.fx as fx
 
 from pipepart.recording import Input, Recording
 from pipepart.recording.op import op_of, set_op
+from pipepart.samples.batch_numbers import Numbers
 from pipepart.samples.emission import Emission, Scope
 from pipepart.samples.follow import Following, Unknown, outputs_of
 from pipepart.samples.forms import Form, Ratio, Share, Sum, denominators, is_plain_sum, law_of_output, parts_of
-from pipepart.samples.numbers import Numbers
 from pipepart.samples.quantities import Quantities, Swap
 from pipepart.samples.terms import Terms
 

@@ -15,7 +15,7 @@ from support.ports import free_port
 
 from pipepart.cli.config import compose_config
 from pipepart.cli.main import main
-from pipepart.cli.ranks import _NAMES, already_started, join_started
+from pipepart.cli.processes import _NAMES, already_started, join_started
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 

@@ -18,7 +18,7 @@ from pipepart.cli.main import main
 from pipepart.cli.schema import RANGES
 from pipepart.cli.train import ready
 from pipepart.errors import PipepartError
-from pipepart.lightning.options import StrategyOptions
+from pipepart.lightning.strategy_options import StrategyOptions
 
 HUGE = str(10**30)
 

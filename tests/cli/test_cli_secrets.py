@@ -11,7 +11,7 @@ import pytest
 from cli_programs import PATIENCE, SHORT, end, path_with, start
 
 from pipepart.cli.main import main
-from pipepart.cli.ranks import _leave_reason
+from pipepart.cli.processes import _leave_reason
 from pipepart.cli.sweep import summary
 from pipepart.secrets import HIDDEN, clean, is_secret, redacted, redacted_override
 

@@ -12,7 +12,7 @@ import torchmetrics
 
 from pipepart.errors import CaptureError
 from pipepart.graph import op_graph
-from pipepart.lightning.step import record_lightning_step
+from pipepart.lightning.lightning_step import record_lightning_step
 from pipepart.recording import GuardError, split
 from tools.bench.zoo.detached import run_detached
 

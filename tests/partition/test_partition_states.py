@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipepart.partition import Link, Problem, search
+from pipepart.partition import Link, Problem, bottleneck
+from pipepart.partition.bottleneck import States, best_path
 from pipepart.partition.device_orders import device_orders
 from pipepart.partition.downsets import DownsetStates, all_downsets
 from pipepart.partition.linear_orders import LinearStates, linear_orders
 from pipepart.partition.prepared import reduce_units
 from pipepart.partition.result import chunk_costs
-from pipepart.partition.search import States, best_path
 from pipepart.partition.unit_costs import NEVER, UnitCosts, make_unit_costs
 from pipepart.partition.units import unit_graph
 
@@ -121,9 +121,9 @@ def test_reductions_and_tables_lose_nothing(seed: int, ops: int, chunks: int) ->
             limit = best.bottleneck
         answers = []
         for many, states in ((costs, downsets), (reduced, fewer)):
-            for most in (search._MOST_IN_TABLE, 0):
+            for most in (bottleneck._MOST_IN_TABLE, 0):
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(search, "_MOST_IN_TABLE", most)
+                    patch.setattr(bottleneck, "_MOST_IN_TABLE", most)
                     found = best_path(DownsetStates(many, states, complete=True), devices, limit, goal=goal)
                 assert found is not None
                 answers.append(found.bottleneck if goal == "bottleneck" else found.traffic)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipepart.errors import CaptureError
-from pipepart.lightning.step import record_lightning_step
+from pipepart.lightning.lightning_step import record_lightning_step
 from pipepart.recording import prove, record
 from pipepart.recording.proof import outcome
 

@@ -130,7 +130,7 @@ def test_gradients_of_the_whole_batch(stages: int, replicas: int, schedule: str,
 
 def _alike() -> Any:
     from pipepart import Pipeline
-    from pipepart.samples.numbers import EqualWeights
+    from pipepart.samples.batch_numbers import EqualWeights
 
     pipe = Pipeline(Tagger(True), samples(8, 0), microbatches=4)
     batches = [samples(size, index) for index, size in enumerate(SIZES[0])]

@@ -246,7 +246,7 @@ class Changed(TwoTerms):
 
 
 def test_a_batch_that_changes_after_it_was_looked_at_is_told() -> None:
-    from pipepart.samples.numbers import EqualWeights
+    from pipepart.samples.batch_numbers import EqualWeights
 
     options = {"stages": 1, "microbatches": 3}
     with pytest.warns(EqualWeights, match="batch 2 of 2 accumulated batches has changed"):

@@ -10,7 +10,7 @@ from networkx.utils import UnionFind
 
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.op import op_of
-from pipepart.recording.recording import Recording
+from pipepart.recording.recorded import Recording
 from pipepart.recording.trace import intrinsics
 
 __all__ = ["colocated"]

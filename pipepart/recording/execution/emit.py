@@ -20,7 +20,7 @@ from pipepart.recording.trace.contexts import Recomputed, regions_of, set_switch
 from pipepart.recording.trace.intrinsics import call_object
 
 if TYPE_CHECKING:
-    from pipepart.recording.recording import Recording
+    from pipepart.recording.recorded import Recording
 
 __all__ = ["executable"]
 

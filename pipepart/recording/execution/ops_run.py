@@ -21,7 +21,7 @@ from pipepart.recording.trace.contexts import set_switches, switches
 from pipepart.recording.trace.intrinsics import set_attribute
 
 if TYPE_CHECKING:
-    from pipepart.recording.recording import Recording
+    from pipepart.recording.recorded import Recording
 
 __all__ = ["RecordedGraph", "RecordedModule", "resolve", "used_tensors"]
 

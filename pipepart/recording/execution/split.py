@@ -13,7 +13,7 @@ from pipepart.errors import CaptureError
 from pipepart.recording.execution.colocate import colocated
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.op import op_of, where_is
-from pipepart.recording.recording import Recording
+from pipepart.recording.recorded import Recording
 
 __all__ = ["BATCH", "Chunk", "Edge", "split"]
 

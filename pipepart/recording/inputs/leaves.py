@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from pipepart.recording.recording import Input
+from pipepart.recording.recorded import Input
 
 __all__ = ["describe_leaf", "named", "short_path"]
 

@@ -20,7 +20,7 @@ from pipepart.recording.proof.outcome import compact
 from pipepart.recording.trace.tensors import gradient_edge, storage_of
 
 if TYPE_CHECKING:
-    from pipepart.recording.recording import Recording
+    from pipepart.recording.recorded import Recording
     from pipepart.recording.trace.recorder import Recorder
 
 __all__ = ["Trace", "blame"]

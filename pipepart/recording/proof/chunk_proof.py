@@ -24,7 +24,7 @@ from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.differences import Difference, beyond_rounding, differ, differences, largest_of
 from pipepart.recording.proof.outcome import Outcome, backward_roots, compact, gradients_of, outcome_of
 from pipepart.recording.proof.replay import Replay
-from pipepart.recording.recording import Recording
+from pipepart.recording.recorded import Recording
 
 __all__ = ["prove_chunks"]
 

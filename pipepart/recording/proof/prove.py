@@ -22,7 +22,7 @@ from pipepart.recording.proof.blame import Trace, blame
 from pipepart.recording.proof.differences import Difference, beyond_rounding, differences
 from pipepart.recording.proof.outcome import Outcome
 from pipepart.recording.proof.replay import Replay, replayed
-from pipepart.recording.recording import Recording
+from pipepart.recording.recorded import Recording
 from pipepart.recording.trace.runs import Call, RunFailed, Settings, original, run_once
 
 __all__ = ["prove", "prove_call"]

@@ -17,7 +17,7 @@ from pipepart.recording.model_state import state
 from pipepart.recording.op import where_is
 from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
-from pipepart.recording.recording import Recording
+from pipepart.recording.recorded import Recording
 from pipepart.recording.trace.runs import copy_leaf
 
 __all__ = ["Replay", "replayed"]

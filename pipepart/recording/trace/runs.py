@@ -19,7 +19,7 @@ from pipepart.recording.model_state.reads import Reads
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.blame import Trace
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
-from pipepart.recording.recording import ExtraOutput, Input
+from pipepart.recording.recorded import ExtraOutput, Input
 from pipepart.recording.trace import ops, symbols
 from pipepart.recording.trace.caches import CachedFunction
 from pipepart.recording.trace.contexts import outside_rng

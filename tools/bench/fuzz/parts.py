@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from pipepart import PipelineStrategy, capture, plan
 from pipepart.cli.config import checked, compose_config, explaining
-from pipepart.cli.ranks import _reason_text, _reasons
+from pipepart.cli.processes import _reason_text, _reasons
 from pipepart.cli.schema import TrainConfig
 from pipepart.cli.train import read_result, ready
 from pipepart.cost import cache, this_machine
@@ -23,7 +23,7 @@ from pipepart.cost.cluster import load_cluster
 from pipepart.cost.given import read_graph
 from pipepart.cost.op_costs import OpCosts, read_costs, write_costs
 from pipepart.lightning.checkpoint_files import Content, verify
-from pipepart.lightning.options import StrategyOptions
+from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.machine import limits
 from pipepart.options import Options
 from pipepart.planning import Plan, PlanOptions

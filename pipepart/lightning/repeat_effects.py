@@ -25,10 +25,10 @@ from pipepart.runtime import StageRuntime
 from pipepart.runtime.microbatch import MicrobatchSizes, add_up
 from pipepart.runtime.program import StepResult
 
-__all__ = ["merge_values", "replay"]
+__all__ = ["merge_values", "repeat_effects"]
 
 
-def replay(
+def repeat_effects(
     effects: Effects, result: StepResult, recording: Recording, module: LightningModule, runtime: StageRuntime
 ) -> Any:
     """Repeat all effects of a step that has run, and return the result of the step."""
