@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from pipepart.errors import CaptureError
-from pipepart.recording.trace.ops import is_metric
+from pipepart.recording.recorded_run.ops import is_metric
 
 __all__ = ["collectives_refused"]
 

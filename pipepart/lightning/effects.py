@@ -25,7 +25,7 @@ from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.op import op_of
-from pipepart.recording.trace.symbols import is_tracked, plain
+from pipepart.recording.recorded_run.symbols import is_tracked, plain
 
 __all__ = ["UNSEEN", "Effect", "Effects", "Follows", "Sizes", "follows", "record_with_effects", "sizes_of"]
 

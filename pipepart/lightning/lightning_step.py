@@ -20,8 +20,8 @@ from pipepart.recording import ExtraOutput, Recording, record_step
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.model_state.places import Place
 from pipepart.recording.model_state.reads import active
+from pipepart.recording.recorded_run.symbols import is_tracked, plain
 from pipepart.recording.step import register_steps
-from pipepart.recording.trace.symbols import is_tracked, plain
 
 __all__ = ["Logs", "detached", "record_lightning_step", "with_class"]
 

@@ -19,7 +19,7 @@ from torch import nn
 from pipepart.errors import ConfigError
 from pipepart.recording.model_state.places import Place
 from pipepart.recording.model_state.reachable import OWN_NAMES, is_foreign
-from pipepart.recording.trace.ops import is_metric, is_torch_leaf
+from pipepart.recording.recorded_run.ops import is_metric, is_torch_leaf
 
 __all__ = ["Path", "Touched", "Watched", "container_at", "text_of", "watched_containers"]
 

@@ -16,10 +16,10 @@ import torch.nn as nn
 
 from pipepart.errors import CaptureError
 from pipepart.recording.model_state import memos, state
-from pipepart.recording.trace import caches
-from pipepart.recording.trace.caches import CachedFunction
-from pipepart.recording.trace.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
-from pipepart.recording.trace.runs import Call, Run, Settings, copy_leaf, eager
+from pipepart.recording.recorded_run import caches
+from pipepart.recording.recorded_run.caches import CachedFunction
+from pipepart.recording.recorded_run.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
+from pipepart.recording.recorded_run.runs import Call, Run, Settings, copy_leaf, eager
 
 __all__ = ["Failure", "Retry", "fall_back", "found_caches", "keep_whole", "remember", "suspect"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from pipepart.recording.op import op_of
-from pipepart.recording.trace.intrinsics import check
+from pipepart.recording.recorded_run.intrinsics import check
 
 if TYPE_CHECKING:
     from pipepart.recording.recorded import Recording

@@ -26,8 +26,8 @@ from pipepart.recording.model_state.places import Place, is_number, number_of
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.proof.prove import prove_call
 from pipepart.recording.recorded import ANY, GuardError, Input, Recording
-from pipepart.recording.trace.facts import annotate
-from pipepart.recording.trace.runs import Call, Run, RunFailed, Settings, eager, run_once
+from pipepart.recording.recorded_run.facts import annotate
+from pipepart.recording.recorded_run.runs import Call, Run, RunFailed, Settings, eager, run_once
 
 __all__ = ["Call", "call_of", "record", "record_call"]
 

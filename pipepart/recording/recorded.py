@@ -18,9 +18,9 @@ from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.model_state.places import Guards, Place, is_number, number_of
 from pipepart.recording.op import op_of
-from pipepart.recording.trace.contexts import Checkpoint
-from pipepart.recording.trace.failures import GuardError, StateChanged
-from pipepart.recording.trace.intrinsics import failing_check
+from pipepart.recording.recorded_run.contexts import Checkpoint
+from pipepart.recording.recorded_run.failures import GuardError, StateChanged
+from pipepart.recording.recorded_run.intrinsics import failing_check
 
 __all__ = ["ANY", "ExtraOutput", "GuardError", "Input", "Recording", "StateChanged"]
 

@@ -18,7 +18,7 @@ from pipepart.recording.inputs.leaves import describe_leaf
 from pipepart.recording.model_state.places import Place
 from pipepart.recording.record import record_call
 from pipepart.recording.recorded import ExtraOutput, Input, Recording
-from pipepart.recording.trace.runs import Call
+from pipepart.recording.recorded_run.runs import Call
 
 __all__ = ["record_step", "register_steps", "step_recorder"]
 

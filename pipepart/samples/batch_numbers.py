@@ -20,7 +20,7 @@ import torch.fx as fx
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.execution.ops_run import used_tensors
 from pipepart.recording.op import op_of, shape_of
-from pipepart.recording.trace.intrinsics import check
+from pipepart.recording.recorded_run.intrinsics import check
 from pipepart.samples.emission import BATCHES, NumberInput, Scope
 from pipepart.samples.follow import Following, Unknown, dims_of, name_of, sources_of
 from pipepart.samples.forms import Denominator

@@ -17,7 +17,7 @@ from torch import nn
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.op import op_of, where_is
-from pipepart.recording.trace import intrinsics
+from pipepart.recording.recorded_run import intrinsics
 
 __all__ = [
     "Following",

@@ -22,8 +22,8 @@ from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.model_state.state import preserved
 from pipepart.recording.op import op_of
-from pipepart.recording.trace.contexts import outside_rng
-from pipepart.recording.trace.intrinsics import check, set_attribute
+from pipepart.recording.recorded_run.contexts import outside_rng
+from pipepart.recording.recorded_run.intrinsics import check, set_attribute
 from pipepart.samples.follow import assigned_path
 from pipepart.samples.laws import Law, concatenated_dim, law_of
 

@@ -13,7 +13,7 @@ import torch.fx as fx
 from pipepart.recording import Recording
 from pipepart.recording.fingerprint import target_name
 from pipepart.recording.op import op_of
-from pipepart.recording.trace.intrinsics import changed
+from pipepart.recording.recorded_run.intrinsics import changed
 from pipepart.samples.follow import outputs_of, sources_of
 from pipepart.samples.laws import UNKNOWN, Law
 from pipepart.samples.lockstep import Lockstep, Split, evaluating, run_in_lockstep

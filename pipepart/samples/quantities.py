@@ -19,7 +19,7 @@ from torch import nn
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.op import op_of, set_op, shape_of
-from pipepart.recording.trace import intrinsics
+from pipepart.recording.recorded_run import intrinsics
 from pipepart.samples.follow import Following, Unknown, argument, before, name_of, sources_of
 
 __all__ = ["SAMPLES", "DataCheck", "Quantities", "Quantity", "Swap", "count_targets", "text_of"]

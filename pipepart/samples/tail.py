@@ -21,7 +21,7 @@ from pipepart.recording import Recording
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.execution.ops_run import RecordedGraph, resolve, used_tensors
 from pipepart.recording.op import op_of, set_op
-from pipepart.recording.trace.intrinsics import set_attribute
+from pipepart.recording.recorded_run.intrinsics import set_attribute
 from pipepart.samples.follow import assigned_path, outputs_of, sources_of
 from pipepart.samples.laws import Law
 from pipepart.samples.mixing import Mixing, fault_of

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from pipepart.recording.op import dtype_of, op_of
-from pipepart.recording.trace import intrinsics
+from pipepart.recording.recorded_run import intrinsics
 from pipepart.samples.follow import Unknown, argument, dims_of, name_of, operands
 from pipepart.samples.forms import Form, Keep, Op, Ratio, Scaled, Share, Sum, Whole
 from pipepart.samples.losses import loss_form

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipepart.errors import CaptureError
 from pipepart.recording import record
-from pipepart.recording.trace.contexts import switches
+from pipepart.recording.recorded_run.contexts import switches
 from tools.bench.zoo.checks import check_model
 
 

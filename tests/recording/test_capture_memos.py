@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from pipepart.errors import CaptureError
 from pipepart.recording import GuardError, record
-from pipepart.recording.trace.symbols import Tracked
+from pipepart.recording.recorded_run.symbols import Tracked
 from tools.bench.zoo.checks import check_model
 
 

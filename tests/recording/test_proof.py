@@ -12,7 +12,7 @@ from pipepart.errors import CaptureError
 from pipepart.graph import op_graph
 from pipepart.recording import prove, prove_chunks, record, split
 from pipepart.recording.op import op_of, set_op
-from pipepart.recording.trace.intrinsics import call_object
+from pipepart.recording.recorded_run.intrinsics import call_object
 
 
 class Thrice(torch.autograd.Function):

@@ -11,7 +11,7 @@ from networkx.utils import UnionFind
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.op import op_of
 from pipepart.recording.recorded import Recording
-from pipepart.recording.trace import intrinsics
+from pipepart.recording.recorded_run import intrinsics
 
 __all__ = ["colocated"]
 

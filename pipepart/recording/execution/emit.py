@@ -16,8 +16,8 @@ from torch.fx.node import map_aggregate
 from pipepart.recording.execution.draws import before_draw, number_of
 from pipepart.recording.execution.ops_run import RecordedGraph, resolve, used_tensors
 from pipepart.recording.op import op_of
-from pipepart.recording.trace.contexts import Recomputed, regions_of, set_switches
-from pipepart.recording.trace.intrinsics import call_object
+from pipepart.recording.recorded_run.contexts import Recomputed, regions_of, set_switches
+from pipepart.recording.recorded_run.intrinsics import call_object
 
 if TYPE_CHECKING:
     from pipepart.recording.recorded import Recording

@@ -17,8 +17,8 @@ import torch.fx as fx
 import torch.nn as nn
 
 from pipepart.recording.model_state.state import tensor_names
-from pipepart.recording.trace.contexts import set_switches, switches
-from pipepart.recording.trace.intrinsics import set_attribute
+from pipepart.recording.recorded_run.contexts import set_switches, switches
+from pipepart.recording.recorded_run.intrinsics import set_attribute
 
 if TYPE_CHECKING:
     from pipepart.recording.recorded import Recording

@@ -14,9 +14,9 @@ from typing import Any
 import torch.fx as fx
 
 from pipepart.recording.generalise.study import FORMULAS, Explanation
-from pipepart.recording.trace import intrinsics
-from pipepart.recording.trace.facts import Fact
-from pipepart.recording.trace.recorder import Recorder
+from pipepart.recording.recorded_run import intrinsics
+from pipepart.recording.recorded_run.facts import Fact
+from pipepart.recording.recorded_run.recorder import Recorder
 
 __all__ = ["put_back", "simplify"]
 

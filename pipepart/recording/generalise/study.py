@@ -21,9 +21,9 @@ from pipepart.errors import CaptureError
 from pipepart.recording.fallbacks import Retry, keep_whole, remember, suspect
 from pipepart.recording.generalise import variants
 from pipepart.recording.model_state import state
-from pipepart.recording.trace.failures import NotRecordable
-from pipepart.recording.trace.recorder import Recorder
-from pipepart.recording.trace.runs import Call, Run, RunFailed, Settings, run_once
+from pipepart.recording.recorded_run.failures import NotRecordable
+from pipepart.recording.recorded_run.recorder import Recorder
+from pipepart.recording.recorded_run.runs import Call, Run, RunFailed, Settings, run_once
 
 __all__ = ["FORMULAS", "Explanation", "Study"]
 

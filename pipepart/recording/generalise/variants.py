@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from pipepart.recording.fingerprint import structure, target_name
-from pipepart.recording.trace.recorder import Recorder
+from pipepart.recording.recorded_run.recorder import Recorder
 
 __all__ = ["Difference", "Dimension", "Known", "Mismatch", "compare", "dimensions", "resize", "size_in", "together"]
 

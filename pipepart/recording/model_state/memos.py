@@ -19,10 +19,10 @@ import torch.nn as nn
 from pipepart.recording.model_state.places import refill
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.model_state.state import Snapshot
-from pipepart.recording.trace.failures import NotRecordable
-from pipepart.recording.trace.recorder import Recorder
-from pipepart.recording.trace.symbols import is_tracked
-from pipepart.recording.trace.tensors import has_tracked, tensors_in
+from pipepart.recording.recorded_run.failures import NotRecordable
+from pipepart.recording.recorded_run.recorder import Recorder
+from pipepart.recording.recorded_run.symbols import is_tracked
+from pipepart.recording.recorded_run.tensors import has_tracked, tensors_in
 
 __all__ = ["Remembers", "emptied", "filled", "suspects"]
 

@@ -34,7 +34,7 @@ from pipepart.recording.model_state.places import (
     keys_of,
 )
 from pipepart.recording.model_state.reachable import OWN_NAMES, is_foreign
-from pipepart.recording.trace import symbols
+from pipepart.recording.recorded_run import symbols
 
 __all__ = ["Reads", "active"]
 

@@ -1,6 +1,6 @@
 """The op at fault when the outcome of a recording is not that of the model.
 
-Two traced runs, of the model and of the recording, keep the value of each op and its edge in autograd's graph. Values are
+Two observed runs, of the model and of the recording, keep the value of each op and its edge in autograd's graph. Values are
 compared from the inputs on, gradients from the loss back. The op is named whose inputs are right and whose result is
 wrong; for gradients, the other way round.
 """
@@ -17,16 +17,16 @@ from pipepart.recording.execution.ops_run import resolve
 from pipepart.recording.op import where_is
 from pipepart.recording.proof.differences import Difference, differ
 from pipepart.recording.proof.outcome import compact
-from pipepart.recording.trace.tensors import gradient_edge, storage_of
+from pipepart.recording.recorded_run.tensors import gradient_edge, storage_of
 
 if TYPE_CHECKING:
     from pipepart.recording.recorded import Recording
-    from pipepart.recording.trace.recorder import Recorder
+    from pipepart.recording.recorded_run.recorder import Recorder
 
-__all__ = ["Trace", "blame"]
+__all__ = ["SeenValues", "blame"]
 
 
-class Trace:
+class SeenValues:
     """The values of a run, op by op, and after `backward` their gradients."""
 
     def __init__(self) -> None:
@@ -66,9 +66,9 @@ class Trace:
 
 
 class _Case:
-    """The traced runs of the model and of the recording, side by side."""
+    """The observed runs of the model and of the recording, side by side."""
 
-    def __init__(self, model: Trace, recorded: Trace, recorder: Recorder, recording: Recording):
+    def __init__(self, model: SeenValues, recorded: SeenValues, recorder: Recorder, recording: Recording):
         self.model, self.recorded, self.root = model, recorded, recording.root
         self.facts = recorder.facts
         self.nodes = {node.name: node for node in recorder.graph.nodes}
@@ -189,8 +189,10 @@ def _is_part(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") in ("getitem", "getattr")
 
 
-def blame(model: Trace, recorded: Trace, recorder: Recorder, recording: Recording, found: Sequence[Difference]) -> str:
-    """One sentence on the op at fault; empty if no op is found. `recorder` made the traced run of the model."""
+def blame(
+    model: SeenValues, recorded: SeenValues, recorder: Recorder, recording: Recording, found: Sequence[Difference]
+) -> str:
+    """One sentence on the op at fault; empty if no op is found. `recorder` made the observed run of the model."""
     case = _Case(model, recorded, recorder, recording)
     if any(item.kind == "output" for item in found):
         name = case.first_value()

@@ -20,7 +20,7 @@ from pipepart.recording.execution.ops_run import RecordedGraph, resolve
 from pipepart.recording.execution.split import Chunk, Edge
 from pipepart.recording.model_state import state
 from pipepart.recording.op import op_of, where_is
-from pipepart.recording.proof.blame import Trace
+from pipepart.recording.proof.blame import SeenValues
 from pipepart.recording.proof.differences import Difference, beyond_rounding, differ, differences, largest_of
 from pipepart.recording.proof.outcome import Outcome, backward_roots, compact, gradients_of, outcome_of
 from pipepart.recording.proof.replay import Replay
@@ -58,9 +58,9 @@ def prove_chunks(
     found = beyond_rounding(found, wanted, recording.root, lambda: example.in_one_piece(body))
     if not found and not run.outcome.failure:
         return
-    trace = example.traced(nodes)
+    seen = example.seen_values(nodes)
     first = str(found[0]) if found else f"backward fails, {run.outcome.failure}"
-    where = _cut_at_fault(recording, chunks, chunk_of, trace, run) or _user(chunks, found)
+    where = _cut_at_fault(recording, chunks, chunk_of, seen, run) or _user(chunks, found)
     raise CaptureError(
         f"{type(recording.root).__name__}: cut into {len(chunks)} chunks, the recorded graph gives other results than in "
         f"one piece: {first}.\n  where: {where}\n"
@@ -126,15 +126,15 @@ class _Example:
                 values = body(*given)
             return outcome_of(values, self.recording.loss_index, self.recording.root, {}, self.backward)
 
-    def traced(self, nodes: list[fx.Node]) -> Trace:
+    def seen_values(self, nodes: list[fx.Node]) -> SeenValues:
         """The values of all ops and their gradients, in one piece."""
-        trace = Trace()
+        seen = SeenValues()
         with self._given() as given:
             with self.context():
-                values = Replay(executable(self.recording, nodes, depth=None), trace).run(*given)
+                values = Replay(executable(self.recording, nodes, depth=None), seen).run(*given)
             if self.backward:
-                trace.backward(*backward_roots(values, self.recording.loss_index))
-        return trace
+                seen.backward(*backward_roots(values, self.recording.loss_index))
+        return seen
 
     def in_chunks(self, chunks: Sequence[Chunk]) -> _Run:
         """Run the chunks one after the other, and their backwards in reverse order."""
@@ -209,19 +209,19 @@ def _backward(
 
 
 def _cut_at_fault(
-    recording: Recording, chunks: Sequence[Chunk], chunk_of: Mapping[str, int], trace: Trace, run: _Run
+    recording: Recording, chunks: Sequence[Chunk], chunk_of: Mapping[str, int], seen: SeenValues, run: _Run
 ) -> str:
     """The first edge whose value differs from that in one piece; else, from the loss back, the first whose gradient does."""
     edges = {edge.name: edge for chunk in chunks for edge in chunk.exports}
     by_name = {node.name: node for node in recording.graph.nodes}
     order = [edges[name] for name in by_name if name in edges]
-    largest = largest_of(trace.gradients.values())
+    largest = largest_of(seen.gradients.values())
     for edge in order:
         value = run.values.get(edge.name)
-        if isinstance(value, torch.Tensor) and differ(compact(value), trace.values.get(edge.name)):
+        if isinstance(value, torch.Tensor) and differ(compact(value), seen.values.get(edge.name)):
             return f"the value of {_edge(edge, by_name[edge.name])} differs from that in one piece"
     for edge in reversed(order):
-        got, wanted = run.gradients.get(edge.name), trace.gradients.get(edge.name)
+        got, wanted = run.gradients.get(edge.name), seen.gradients.get(edge.name)
         if got is None and wanted is None:
             continue
         if got is None:

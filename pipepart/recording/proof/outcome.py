@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from pipepart.recording.trace.tensors import storage_of
+from pipepart.recording.recorded_run.tensors import storage_of
 
 __all__ = ["Outcome", "backward_roots", "compact", "gradients_of", "outcome_of"]
 

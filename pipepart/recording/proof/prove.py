@@ -18,12 +18,12 @@ from pipepart.errors import CaptureError
 from pipepart.recording.inputs.leaves import named
 from pipepart.recording.model_state import state
 from pipepart.recording.op import op_of, set_op, where_is
-from pipepart.recording.proof.blame import Trace, blame
+from pipepart.recording.proof.blame import SeenValues, blame
 from pipepart.recording.proof.differences import Difference, beyond_rounding, differences
 from pipepart.recording.proof.outcome import Outcome
 from pipepart.recording.proof.replay import Replay, replayed
 from pipepart.recording.recorded import Recording
-from pipepart.recording.trace.runs import Call, RunFailed, Settings, original, run_once
+from pipepart.recording.recorded_run.runs import Call, RunFailed, Settings, original, run_once
 
 __all__ = ["prove", "prove_call"]
 
@@ -142,7 +142,7 @@ class _Proof:
 
         The model runs once more, op by op. It may differ from itself by up to `limit`.
         """
-        model, recorded, recording = Trace(), Trace(), self.recording
+        model, recorded, recording = SeenValues(), SeenValues(), self.recording
         try:
             run = run_once(self.call, leaves, self.names, self.settings, None, self.backward, model)
         except RunFailed:

@@ -1,4 +1,4 @@
-"""Replay of a recorded graph op by op: shapes, FLOPs and, if asked for, a trace of its values."""
+"""Replay of a recorded graph op by op: shapes, FLOPs and, if asked for, all values that it computes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pipepart.errors import CaptureError
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.model_state import state
 from pipepart.recording.op import where_is
-from pipepart.recording.proof.blame import Trace
+from pipepart.recording.proof.blame import SeenValues
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
 from pipepart.recording.recorded import Recording
-from pipepart.recording.trace.runs import copy_leaf
+from pipepart.recording.recorded_run.runs import copy_leaf
 
 __all__ = ["Replay", "replayed"]
 
@@ -71,11 +71,11 @@ class _FlopMode(TorchDispatchMode):
 class Replay(fx.Interpreter):
     """Runs a graph node by node and keeps shape, dtype, size, requires_grad and FLOPs of each value, by recorded op."""
 
-    def __init__(self, module: fx.GraphModule, trace: Trace | None = None, counter: _FlopMode | None = None):
+    def __init__(self, module: fx.GraphModule, observed: SeenValues | None = None, counter: _FlopMode | None = None):
         super().__init__(module, garbage_collect_values=True)
         self.seen: dict[str, tuple[tuple[int, ...], torch.dtype, int, bool]] = {}
         self.flops: dict[str, int] = {}
-        self.counter, self.trace = counter, trace
+        self.counter, self.observed = counter, observed
         self.running: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -90,18 +90,18 @@ class Replay(fx.Interpreter):
         if isinstance(value, torch.Tensor):
             size = value.numel() * value.element_size()
             self.seen[origin] = (tuple(value.shape), value.dtype, size, value.requires_grad)
-            if self.trace is not None:
-                self.trace.see(origin, value)
+            if self.observed is not None:
+                self.observed.see(origin, value)
         return value
 
 
 def replayed(
-    recording: Recording, leaves: Sequence[Any], fake_mode: Any, backward: bool, trace: Trace | None = None
+    recording: Recording, leaves: Sequence[Any], fake_mode: Any, backward: bool, observed: SeenValues | None = None
 ) -> tuple[Outcome, Replay]:
     """Run the recording op by op. If an op cannot run where FLOPs are counted, the recording runs without counting."""
     body = executable(recording, depth=None)
-    for counter in (_FlopMode(), None) if trace is None else (None,):
-        replay = Replay(body, trace, counter)
+    for counter in (_FlopMode(), None) if observed is None else (None,):
+        replay = Replay(body, observed, counter)
         with ExitStack() as stack:
             stack.enter_context(state.preserved(recording.root))
             stack.enter_context(torch.enable_grad())
@@ -118,9 +118,9 @@ def replayed(
                 continue
             if fake_mode is not None:
                 return Outcome(list(values)), replay
-            if trace is not None and backward:
-                trace.backward(*backward_roots(values, recording.loss_index))
-            retain = trace is not None
+            if observed is not None and backward:
+                observed.backward(*backward_roots(values, recording.loss_index))
+            retain = observed is not None
             return outcome_of(values, recording.loss_index, recording.root, given, backward, retain), replay
     raise AssertionError("unreachable")
 

@@ -16,7 +16,7 @@ from pipepart.graph import Captured, capture
 from pipepart.recording import Recording
 from pipepart.recording.execution.ops_run import used_tensors
 from pipepart.recording.model_state.state import preserved
-from pipepart.recording.trace.ops import is_torch_leaf
+from pipepart.recording.recorded_run.ops import is_torch_leaf
 
 __all__ = ["Report", "check_model", "compare", "measure"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn as nn
 
 from pipepart.graph import capture
-from pipepart.recording.trace.runs import Call
+from pipepart.recording.recorded_run.runs import Call
 
 __all__ = ["proof_ratio"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from pipepart.recording.trace import symbols
+from pipepart.recording.recorded_run import symbols
 
 __all__ = [
     "gradient_edge",

@@ -8,11 +8,11 @@ from pipepart.recording.model_state.places import is_plain_value
 from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.model_state.state import Snapshot
-from pipepart.recording.trace import intrinsics, ops
-from pipepart.recording.trace.failures import NotRecordable, Unsettled
-from pipepart.recording.trace.recorder import Recorder
-from pipepart.recording.trace.symbols import is_tracked
-from pipepart.recording.trace.tensors import tensors_in
+from pipepart.recording.recorded_run import intrinsics, ops
+from pipepart.recording.recorded_run.failures import NotRecordable, Unsettled
+from pipepart.recording.recorded_run.recorder import Recorder
+from pipepart.recording.recorded_run.symbols import is_tracked
+from pipepart.recording.recorded_run.tensors import tensors_in
 
 __all__ = ["keep_attributes", "refuse_effects", "refuse_hooks"]
 

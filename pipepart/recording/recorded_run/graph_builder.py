@@ -13,12 +13,12 @@ import torch.fx as fx
 import torch.nn as nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pipepart.recording.trace import intrinsics, symbols
-from pipepart.recording.trace.contexts import Checkpoint, autocast_state, switches, user_line
-from pipepart.recording.trace.facts import Fact
-from pipepart.recording.trace.failures import NotRecordable
-from pipepart.recording.trace.ops import nameable
-from pipepart.recording.trace.tensors import storage_of
+from pipepart.recording.recorded_run import intrinsics, symbols
+from pipepart.recording.recorded_run.contexts import Checkpoint, autocast_state, switches, user_line
+from pipepart.recording.recorded_run.facts import Fact
+from pipepart.recording.recorded_run.failures import NotRecordable
+from pipepart.recording.recorded_run.ops import nameable
+from pipepart.recording.recorded_run.tensors import storage_of
 
 __all__ = ["Frame", "GraphBuilder", "unseen"]
 
@@ -72,7 +72,7 @@ class GraphBuilder:
         self.mutations: dict[Any, fx.Node] = {}  # the last op that changed each storage in place
         self.current: dict[int, fx.Node | None] = {}  # the last mutation that the node of each tensor includes
         self.known: dict[int, fx.Node] = {}  # nodes of the arguments of the call that is being recorded
-        self.trace: Any = None  # sees every value, if the run is compared op by op
+        self.seen: Any = None  # sees every value, if the run is compared op by op
 
     @property
     def idle(self) -> bool:
@@ -176,8 +176,8 @@ class GraphBuilder:
         storage = storage_of(tensor)
         fact.writes.add(storage)
         self.current[id(tensor)] = self.mutations.get(storage)
-        if self.trace is not None:
-            self.trace.see(node.name, tensor)
+        if self.seen is not None:
+            self.seen.see(node.name, tensor)
 
     @unseen
     def node_of(self, tensor: torch.Tensor) -> fx.Node:

@@ -17,18 +17,18 @@ from pipepart.recording.model_state.places import Place
 from pipepart.recording.model_state.reachable import variables
 from pipepart.recording.model_state.reads import Reads
 from pipepart.recording.model_state.side_effects import Effects
-from pipepart.recording.proof.blame import Trace
+from pipepart.recording.proof.blame import SeenValues
 from pipepart.recording.proof.outcome import Outcome, backward_roots, outcome_of
 from pipepart.recording.recorded import ExtraOutput, Input
-from pipepart.recording.trace import ops, symbols
-from pipepart.recording.trace.caches import CachedFunction
-from pipepart.recording.trace.contexts import outside_rng
-from pipepart.recording.trace.failures import DrawsOutside
-from pipepart.recording.trace.functions import library_functions, watch_makers
-from pipepart.recording.trace.patches import recording_patches
-from pipepart.recording.trace.python_state import keep_attributes, refuse_effects, refuse_hooks
-from pipepart.recording.trace.recorder import Recorder, RecordMode
-from pipepart.recording.trace.tensors import holds_tensors
+from pipepart.recording.recorded_run import ops, symbols
+from pipepart.recording.recorded_run.caches import CachedFunction
+from pipepart.recording.recorded_run.contexts import outside_rng
+from pipepart.recording.recorded_run.failures import DrawsOutside
+from pipepart.recording.recorded_run.functions import library_functions, watch_makers
+from pipepart.recording.recorded_run.patches import recording_patches
+from pipepart.recording.recorded_run.python_state import keep_attributes, refuse_effects, refuse_hooks
+from pipepart.recording.recorded_run.recorder import Recorder, RecordMode
+from pipepart.recording.recorded_run.tensors import holds_tensors
 
 __all__ = [
     "Call",
@@ -174,11 +174,11 @@ def run_once(
     settings: Settings,
     mode: Any,
     backward: bool = False,
-    trace: Trace | None = None,
+    seen: SeenValues | None = None,
 ) -> Run:
-    """Record one run. With `backward`, compute its gradients too; a `trace` sees every value that is computed."""
+    """Record one run. With `backward`, compute its gradients too; `seen` keeps every value that is computed."""
     recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards, mode is not None)
-    recorder.builder.trace = trace
+    recorder.builder.seen = seen
     with ExitStack() as stack:
         stack.enter_context(state.preserved(call.root, [module for _, module in names.listed]))
         stack.enter_context(torch.enable_grad())
@@ -201,10 +201,10 @@ def run_once(
             raise RunFailed(error, recorder.failed_in or [""]) from error
         recorder.builder.output(nodes)
         loss = loss_index(tree, outputs)
-        if trace is not None and backward:
-            trace.backward(*backward_roots(flat, loss))
+        if seen is not None and backward:
+            seen.backward(*backward_roots(flat, loss))
         if backward:
-            outcome = outcome_of(flat, loss, call.root, _by_name(call, values), True, retain=trace is not None)
+            outcome = outcome_of(flat, loss, call.root, _by_name(call, values), True, retain=seen is not None)
         else:
             outcome = Outcome([value.detach() if isinstance(value, torch.Tensor) else value for value in flat])
         extras = [extra if extra.is_module else replace(extra, value=None) for extra in extras]

@@ -17,12 +17,12 @@ import torch
 import torch.nn as nn
 
 from pipepart.recording.inputs.trees import library_of
-from pipepart.recording.trace import functions, intrinsics, ops, transforms
-from pipepart.recording.trace.caches import CachedFunction
-from pipepart.recording.trace.contexts import Checkpoint, outside_rng, settings_of, user_line
-from pipepart.recording.trace.failures import DrawsOutside, NotRecordable
-from pipepart.recording.trace.recorder import Recorder
-from pipepart.recording.trace.tensors import tensors_in, unwrap
+from pipepart.recording.recorded_run import functions, intrinsics, ops, transforms
+from pipepart.recording.recorded_run.caches import CachedFunction
+from pipepart.recording.recorded_run.contexts import Checkpoint, outside_rng, settings_of, user_line
+from pipepart.recording.recorded_run.failures import DrawsOutside, NotRecordable
+from pipepart.recording.recorded_run.recorder import Recorder
+from pipepart.recording.recorded_run.tensors import tensors_in, unwrap
 
 __all__ = ["recording_patches"]
 

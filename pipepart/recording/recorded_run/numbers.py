@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from pipepart.recording.trace import intrinsics, symbols
-from pipepart.recording.trace.caches import CachedFunction, cached_in
-from pipepart.recording.trace.contexts import user_line
-from pipepart.recording.trace.failures import DataDependent, NotRecordable
-from pipepart.recording.trace.graph_builder import GraphBuilder
-from pipepart.recording.trace.tensors import tensors_in
+from pipepart.recording.recorded_run import intrinsics, symbols
+from pipepart.recording.recorded_run.caches import CachedFunction, cached_in
+from pipepart.recording.recorded_run.contexts import user_line
+from pipepart.recording.recorded_run.failures import DataDependent, NotRecordable
+from pipepart.recording.recorded_run.graph_builder import GraphBuilder
+from pipepart.recording.recorded_run.tensors import tensors_in
 
 __all__ = ["NumberRecorder"]
 

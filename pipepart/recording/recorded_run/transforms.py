@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from pipepart.recording.trace.failures import NotRecordable
-from pipepart.recording.trace.functions import places_of
-from pipepart.recording.trace.recorder import Recorder
-from pipepart.recording.trace.symbols import is_tracked
-from pipepart.recording.trace.tensors import unwrap
+from pipepart.recording.recorded_run.failures import NotRecordable
+from pipepart.recording.recorded_run.functions import places_of
+from pipepart.recording.recorded_run.recorder import Recorder
+from pipepart.recording.recorded_run.symbols import is_tracked
+from pipepart.recording.recorded_run.tensors import unwrap
 
 __all__ = ["replacements"]
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipepart.recording.trace.failures import NotRecordable
-from pipepart.recording.trace.symbols import Tracked
-from pipepart.recording.trace.tensors import has_tracked, unwrap
+from pipepart.recording.recorded_run.failures import NotRecordable
+from pipepart.recording.recorded_run.symbols import Tracked
+from pipepart.recording.recorded_run.tensors import has_tracked, unwrap
 
 if TYPE_CHECKING:
-    from pipepart.recording.trace.recorder import Recorder
+    from pipepart.recording.recorded_run.recorder import Recorder
 
 __all__ = ["CachedFunction", "cached_in", "forget"]
 

@@ -14,14 +14,14 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from pipepart.recording.model_state.places import Guards
-from pipepart.recording.trace import intrinsics, ops
-from pipepart.recording.trace.contexts import outside_rng
-from pipepart.recording.trace.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable
-from pipepart.recording.trace.functions import enclosing_function
-from pipepart.recording.trace.graph_builder import Frame, GraphBuilder, unseen
-from pipepart.recording.trace.numbers import NumberRecorder
-from pipepart.recording.trace.symbols import fixed_sizes
-from pipepart.recording.trace.tensors import (
+from pipepart.recording.recorded_run import intrinsics, ops
+from pipepart.recording.recorded_run.contexts import outside_rng
+from pipepart.recording.recorded_run.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable
+from pipepart.recording.recorded_run.functions import enclosing_function
+from pipepart.recording.recorded_run.graph_builder import Frame, GraphBuilder, unseen
+from pipepart.recording.recorded_run.numbers import NumberRecorder
+from pipepart.recording.recorded_run.symbols import fixed_sizes
+from pipepart.recording.recorded_run.tensors import (
     gradient_edge,
     has_tensor,
     is_same_memory,

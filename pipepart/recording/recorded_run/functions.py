@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pipepart.recording.trace.tensors import tensors_in, unwrap
+from pipepart.recording.recorded_run.tensors import tensors_in, unwrap
 
 if TYPE_CHECKING:
-    from pipepart.recording.trace.recorder import Recorder
+    from pipepart.recording.recorded_run.recorder import Recorder
 
 __all__ = ["enclosing_function", "library_functions", "places_of", "replacements", "watch_makers"]
 
@@ -45,7 +45,7 @@ def watch_makers(makers: dict[int, Any], kept: list[Any]) -> Iterator[None]:
 def enclosing_function() -> Any:
     """Return the innermost running function of a file (methods and local functions do not count), or None."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "pipepart.recording.trace.runs":
+    while frame is not None and frame.f_globals.get("__name__") != "pipepart.recording.recorded_run.runs":
         function = _function_of(frame)
         if function is not None:
             return function

@@ -12,8 +12,8 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
-from pipepart.recording.trace import intrinsics
-from pipepart.recording.trace.tensors import tensors_in
+from pipepart.recording.recorded_run import intrinsics
+from pipepart.recording.recorded_run.tensors import tensors_in
 
 __all__ = [
     "ARITHMETIC",

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from pipepart.recording.fingerprint import target_name
 from pipepart.recording.op import OpMeta, set_op
-from pipepart.recording.trace import intrinsics
+from pipepart.recording.recorded_run import intrinsics
 
 __all__ = ["Fact", "annotate"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from pipepart.recording.op import op_of
-from pipepart.recording.trace.failures import GuardError
+from pipepart.recording.recorded_run.failures import GuardError
 
 __all__ = [
     "apply_function",
