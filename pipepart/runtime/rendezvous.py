@@ -171,7 +171,9 @@ def _source_of_address() -> str:
 def _private_folder() -> str:
     """Make a folder that only this user can enter, in memory if possible: a full disk must not stop the job."""
     memory = "/dev/shm"
-    return tempfile.mkdtemp(prefix="pipepart-job-", dir=memory if os.access(memory, os.W_OK | os.X_OK) else None)
+    return tempfile.mkdtemp(
+        prefix=f"pipepart-job-{os.getpid()}-", dir=memory if os.access(memory, os.W_OK | os.X_OK) else None
+    )
 
 
 def _file_store(folder: str) -> dist.Store:

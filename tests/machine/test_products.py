@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from pipepart.machine import limits
+
 ROOT = Path(__file__).parents[2]
 FLAGS = "fpu sse2 avx2 avx512f avx512_bf16 amx_bf16 amx_tile amx_int8"
 CPU = f"processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t\t: 207\nmodel name\t: Xeon\nflags\t\t: {FLAGS}\n\n"
@@ -51,6 +53,8 @@ DEAD = """
 BROKEN = """
     raise ImportError("no torch here")
 """
+
+AVX2 = "ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2"
 
 
 class Machine:
@@ -101,7 +105,7 @@ def machine(tmp_path: Path) -> Machine:
     if "avx512_bf16" not in Path("/proc/cpuinfo").read_text().split():
         pytest.skip("oneDNN has no AVX-512 kernels to choose on this CPU")
     made = Machine(tmp_path, CHOSEN)
-    known = {"works": ["bfloat16", "float16"], "limit": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}
+    known = {"works": ["bfloat16", "float16"], "limit": limits._LIMITS[-1]}
     name = made.says("from pipepart.machine import host, limits; print(limits._file(host.cpu_with_amx()).name)",
                      PIPEPART_PRODUCTS="")  # fmt: skip
     (tmp_path / "cache").mkdir()
@@ -179,7 +183,7 @@ def test_a_process_that_has_chosen_is_refused_instead_of_killed(machine: Machine
     """oneDNN has AVX-512 already: the fork of this process dies, this process does not."""
     said = machine.says(RUN.format(before="torch.ones(64, 64).to_mkldnn().to_dense()"))
     assert "refused False bfloat16 products end this process with an illegal instruction" in said
-    assert said.count("Set ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 in the environment") == 2
+    assert said.count(f"Set {AVX2} in the environment") == 2
     assert "float32 works" in said
     assert said.splitlines()[-1] == "measured float32"
 
@@ -187,7 +191,7 @@ def test_a_process_that_has_chosen_is_refused_instead_of_killed(machine: Machine
 @pytest.mark.slow
 def test_the_command_line_says_so_and_ranks_inherit_the_limit(machine: Machine) -> None:
     said = machine.run("-m", "pipepart.cli", "doctor", "--quick")
-    assert "note  16-bit products  work with ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2" in said
+    assert f"note  16-bit products  work with {AVX2}" in said
     child = f"import subprocess, sys, pipepart; subprocess.run([sys.executable, '-c', {LIMIT!r}], check=True)"
     assert machine.says(child) == "AVX2 avx2\n"
     short = ["recipe=mlp", "trainer.precision=bf16-mixed", "trainer.max_steps=2", "logger=none", "callbacks=none"]

@@ -6,11 +6,13 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-__all__ = ["attack", "listeners", "only_root", "speaks_store"]
+__all__ = ["attack", "listeners", "only_root", "stores"]
 
 only_root = pytest.mark.skipif(
     not Path("/proc/net/unix").exists() or os.getuid() != 0, reason="only root can become another user, on Linux"
@@ -50,6 +52,8 @@ def listeners(mark: str, also: str = "") -> tuple[list[Listener], list[bytes]]:
 
 def attack(ports: list[Listener], names: list[bytes], seconds: float = 0.0) -> None:
     """As another user, connect to all sockets, write garbage and messages of torch's store, and keep the connections."""
+    if not ports and not names:
+        return
     child = os.fork()
     if not child:
         try:
@@ -80,11 +84,17 @@ def _attack(ports: list[Listener], names: list[bytes], seconds: float) -> None:
     time.sleep(seconds)
 
 
-def speaks_store(port: int) -> bool:
-    """Return whether torch's TCP store is behind a port: it answers a ping with the number that was sent."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-        connection.sendall(_HELLO + _PING)
-        try:
+def stores(ports: Iterable[int]) -> set[int]:
+    """Return the ports with torch's TCP store behind them: it answers a ping with the number that was sent."""
+    with ThreadPoolExecutor(32) as pool:
+        asked = {port: pool.submit(_is_store, port) for port in ports}
+        return {port for port, answer in asked.items() if answer.result()}
+
+
+def _is_store(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.sendall(_HELLO + _PING)
             return connection.recv(4) == struct.pack("<I", 4711)
-        except OSError:
-            return False
+    except OSError:  # it has been closed, or does not answer
+        return False

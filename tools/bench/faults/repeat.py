@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import tempfile
 import time
 from collections import defaultdict
@@ -104,6 +105,12 @@ def _not_said(fault: Fault, said: dict[int, str]) -> list[str]:
 
 
 def _shared_memory() -> set[str]:
-    """Names there, without the semaphores of `multiprocessing`, which its own tracker removes at the end."""
+    """Names there, without the semaphores of `multiprocessing`, which its own tracker removes, and without other jobs'."""
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if not name.startswith("sem.mp-")}
+    return {name for name in names if not name.startswith("sem.mp-") and not _of_living_process(name)}
+
+
+def _of_living_process(name: str) -> bool:
+    """Return whether a name is the folder of a job, and the process that made it lives."""
+    found = re.match(r"pipepart-job-(\d+)-", name)
+    return found is not None and os.path.exists(f"/proc/{found.group(1)}")
