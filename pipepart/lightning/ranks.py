@@ -30,6 +30,7 @@ from pipepart.runtime.device import backend_for
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
 from pipepart.runtime.rendezvous import meeting_store
+from pipepart.runtime.strangers import closed_to_strangers
 
 __all__ = ["Ranks"]
 
@@ -61,7 +62,8 @@ class Ranks:
             rank, world = environment.global_rank(), environment.world_size()
             address, port = environment.main_address, environment.main_port
             store = meeting_store(address, port, rank, world, timeout, one_host=nodes == 1)
-        _init_dist_connection(environment, backend_for(device), timeout=timeout, store=store)
+        with closed_to_strangers():
+            _init_dist_connection(environment, backend_for(device), timeout=timeout, store=store)
         if isinstance(environment, LightningEnvironment):  # the launcher has tied this process to rank 0
             outlive_parent()
         if self.groups is None and self.mesh.world_size > 1:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipepart.errors import PlanError
 from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.rendezvous import job_key, job_store
+from pipepart.runtime.strangers import closed_to_strangers
 
 __all__ = ["Groups", "Mesh", "fit_mesh", "own_group"]
 
@@ -172,8 +173,9 @@ def own_group(
 ) -> dist.ProcessGroup | None:
     """Create one group for each list of ranks and return the one with `rank`, if any. All ranks must call it."""
     found: dist.ProcessGroup | None = None
-    for ranks in all_ranks:
-        group = dist.new_group(ranks, timeout=timeout, backend=backend)
-        if rank in ranks:
-            found = group
+    with closed_to_strangers():
+        for ranks in all_ranks:
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if rank in ranks:
+                found = group
     return found

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from pipepart.errors import ConfigError
 from pipepart.runtime.device import backend_for, local_device
+from pipepart.runtime.strangers import closed_to_strangers
 
 __all__ = [
     "check_host",
@@ -56,10 +57,11 @@ def join_job(timeout: timedelta) -> torch.device:
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
         one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
         store = meeting_store(address, port, rank, size, timeout, one_host)
-        if store is None:
-            dist.init_process_group(backend_for(device), timeout=timeout)
-        else:
-            dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=timeout)
+        with closed_to_strangers():
+            if store is None:
+                dist.init_process_group(backend_for(device), timeout=timeout)
+            else:
+                dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=timeout)
     return device
 
 

@@ -101,11 +101,85 @@ def test_a_job_goes_on_under_attack(job: tuple[subprocess.Popen[str], str, str],
     assert json.loads((tmp_path / "loss").read_text()) > 0
 
 
+SIEGE = """
+    import os, pathlib, socket, traceback
+    from contextlib import suppress
+    from datetime import timedelta
+
+    import torch.distributed
+
+    from pipepart.runtime.mesh import Groups, Mesh
+    from pipepart.runtime.rendezvous import job_folder, join_job
+    from support.stranger import NOBODY
+
+    def rank(number):
+        os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        try:
+            join_job(timedelta(seconds=300))
+            for _ in range(10):
+                groups = Groups.create(Mesh(1, 2), timedelta(seconds=300))
+                torch.distributed.all_reduce(torch.ones(1), group=groups.pipeline)
+            os.write(1, b"connected\\n")
+        except Exception as error:
+            os.write(1, f"{type(error).__name__}: {error}\\n".encode())
+
+    def stranger():
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        kept, seen = [], set()
+        while True:
+            for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[1] not in seen:
+                    seen.add(fields[1])
+                    for number in range(3):
+                        kept.append(socket.socket())
+                        with suppress(OSError):
+                            kept[-1].connect(("127.0.0.1", int(fields[1].split(":")[1], 16)))
+                            kept[-1].send(number.to_bytes(8, "little"))
+
+    with job_folder():
+        children = []
+        for work in (stranger, lambda: rank(0), lambda: rank(1)):
+            children.append(os.fork())
+            if not children[-1]:
+                try:
+                    work()
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+        os.waitid(os.P_ALL, 0, os.WEXITED)  # the first rank that ends, as a launcher waits for it
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, 9)
+"""
+
+
+@pytest.mark.slow
+@only_root
+def test_a_stranger_does_not_take_the_place_of_a_rank(tmp_path: Path) -> None:
+    """In a network of its own, in which the stranger tries every port: gloo takes the first connection with a number."""
+    script = tmp_path / "siege.py"
+    script.write_text(textwrap.dedent(SIEGE))
+    inside = f"ip link set lo up && exec {sys.executable} -W always {script}"
+    done = subprocess.run(
+        ["unshare", "-n", "sh", "-c", inside],
+        env=job_environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "PipelineError: while the ranks of this job connected, another user of this host connected" in done.stdout
+    assert "Timed out" not in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @only_root
-def test_the_command_goes_on_under_attack(tmp_path: Path) -> None:
-    """`pipepart train` on one host: from its start to its end, no process of it listens beyond loopback."""
+def test_the_command_under_attack(tmp_path: Path) -> None:
+    """`pipepart train` on one host listens on loopback only. It goes on, or ends at once with the name of the attacker."""
     mark = f"pipepart-test-{uuid.uuid4().hex}"
     words = ["train", "recipe=mlp", "logger=csv", "trainer.max_steps=100", "trainer.limit_val_batches=1"]
     with open(tmp_path / "said.txt", "w") as said:
@@ -132,6 +206,9 @@ def test_the_command_goes_on_under_attack(tmp_path: Path) -> None:
             if process.poll() is None:
                 os.killpg(process.pid, 9)
                 process.wait()
-    assert process.returncode == 0, (tmp_path / "said.txt").read_text()
-    assert {(family, address) for family, address, _ in seen} <= {("tcp", "0100007F")}, seen
-    assert list((tmp_path / "run").glob("checkpoints/*.ckpt"))
+    text = (tmp_path / "said.txt").read_text()
+    assert {(family, address) for family, address, _ in seen} == {("tcp", "0100007F")}, (seen, text)
+    if process.returncode:
+        assert "another user of this host connected to this process: user 65534" in text
+    else:
+        assert list((tmp_path / "run").glob("checkpoints/*.ckpt"))

@@ -9,6 +9,7 @@ from support.ranks import run_ranks
 from torch import nn
 
 from pipepart.build.rehearsal import rehearsed
+from pipepart.runtime import StepRequest
 
 
 class _Noisy(nn.Module):
@@ -41,7 +42,7 @@ def _rehearse(replicas: int, gradients: bool) -> tuple[float, bool, bool]:
         pipe.step(x)
     before = _everything(pipe)
     own = [None if p.grad is None else p.grad.clone() for p in pipe.parameters()]
-    seconds = rehearsed(pipe._runtime, [x])
+    seconds = rehearsed(pipe._runtime, StepRequest(leaves=[x]), "step")
     same = all(torch.equal(a, b) for a, b in zip(before, _everything(pipe), strict=True))
     kept = all(
         p.grad is None if old is None else torch.equal(p.grad, old)
@@ -73,5 +74,5 @@ def test_one_process() -> None:
     batch = model.batch(4)
     pipe = Pipeline(model, batch, stages=1, microbatches=2)
     before = _everything(pipe)
-    assert rehearsed(pipe._runtime, list(batch)) > 0
+    assert rehearsed(pipe._runtime, StepRequest(leaves=list(batch)), "step") > 0
     assert all(torch.equal(a, b) for a, b in zip(before, _everything(pipe), strict=True))

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["attack", "listeners", "only_root", "stores"]
+__all__ = ["NOBODY", "attack", "listeners", "only_root", "stores"]
 
 only_root = pytest.mark.skipif(
     not Path("/proc/net/unix").exists() or os.getuid() != 0, reason="only root can become another user, on Linux"
 )
 Listener = tuple[str, str, int]
 """Family, address as in /proc/net, port."""
-_NOBODY = 65534
+NOBODY = 65534
 _HELLO = struct.pack("<bI", 0, 0x3C85F7CE)  # the first message to torch's TCP store
 _PING = struct.pack("<bI", 13, 4711)
 _SET = struct.pack("<bQ", 1, 4) + b"/key" + struct.pack("<Q", 4) + b"evil"
@@ -65,8 +65,8 @@ def attack(ports: list[Listener], names: list[bytes], seconds: float = 0.0) -> N
 
 
 def _attack(ports: list[Listener], names: list[bytes], seconds: float) -> None:
-    os.setgid(_NOBODY)
-    os.setuid(_NOBODY)
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
     inet = [(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", port)) for family, _, port in ports if family == "tcp"]
     inet6 = [(socket.AF_INET6, socket.SOCK_STREAM, ("::1", port)) for family, _, port in ports if family == "tcp6"]
     local = [(socket.AF_UNIX, socket.SOCK_SEQPACKET, name) for name in names]
