@@ -35,6 +35,7 @@ __all__ = [
     "meeting_store",
     "name_job",
     "processes_on_this_host",
+    "token_digest",
     "world_size",
 ]
 
@@ -270,12 +271,17 @@ def _store_with_token(
     address: str, port: int, rank: int, size: int, timeout: timedelta, elastic: bool
 ) -> dist.Store | None:
     """Return the TCP store of a job on several hosts, with the token of the job in the names of all keys, if there is one."""
-    token = os.environ.get(_TOKEN)
-    if not token:
+    if not (digest := token_digest()):
         return None
     store = dist.TCPStore(address, port, size, rank == 0 and not elastic, timeout, wait_for_workers=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"{hashlib.sha256(token.encode()).hexdigest()}/{attempt}", store)
+    return dist.PrefixStore(f"{digest}/{attempt}", store)
+
+
+def token_digest() -> str:
+    """Return the digest of PIPEPART_TOKEN, which is part of the names of keys in a store; empty without a token."""
+    token = os.environ.get(_TOKEN)
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def _listen(port: int) -> int:

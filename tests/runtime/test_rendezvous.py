@@ -134,7 +134,7 @@ def test_ranks_with_separate_folders_stay_on_the_port_with_a_token(monkeypatch: 
         port = free_port()
         return _together(*(partial(meeting_store, "127.0.0.1", port, rank, 2, LIMIT) for rank in range(2)))
 
-    with pytest.raises(ConfigError, match="no private folder in common: rank 0, 1 cannot open .*set PIPEPART_TOKEN"):
+    with pytest.raises(ConfigError, match=r"no private folder in common: rank 0, 1 cannot open .*set PIPEPART_TOKEN"):
         meet()
     monkeypatch.setenv("PIPEPART_TOKEN", "a secret")
     first, second = meet()
