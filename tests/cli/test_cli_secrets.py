@@ -22,6 +22,7 @@ from pipepart.secrets import HIDDEN, clean, is_secret, redacted, redacted_overri
     [
         "token", "hfToken", "HF_TOKEN", "tokens", "pwd", "api-key", "apiKey", "APIKey", "apikey", "AWS_SECRET_ACCESS_KEY",
         "password", "db.password", "client_secret", "credentials", "wandb_api_key", "myToken2", "GITHUB_PAT", "auth",
+        "API_KEY_V2", "token_v3", "Authorization", "session_cookie", "passcode",
     ],
 )  # fmt: skip
 def test_secret_names(name: str) -> None:
