@@ -15,7 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import spawn
 
-__all__ = ["end_with_parent", "outlive_parent", "spawned_tied", "tied"]
+__all__ = ["RANK_0", "check_rank_0", "end_with_parent", "outlive_parent", "spawned_tied", "tied"]
+
+RANK_0 = "PIPEPART_RANK_0"
+"""The variable with the process id of rank 0, for the ranks that it starts."""
+_outlived: set[int] = set()
 
 _SET_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _START = f"""
@@ -35,8 +39,16 @@ def end_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Let this process continue when its parent ends."""
+    """Let this process continue when its parent ends. `check_rank_0` notices the end of a parent that is rank 0."""
+    if os.environ.get(RANK_0) == str(os.getppid()):
+        _outlived.add(os.getppid())
     _set_signal(0)
+
+
+def check_rank_0() -> None:
+    """Raise an error if rank 0 has started this process and has ended, so that waiting for it is in vain."""
+    if _outlived and os.getppid() not in _outlived:
+        raise ConnectionResetError("rank 0, which has started this process, has ended: Connection closed by peer")
 
 
 def tied(command: Sequence[str]) -> list[str]:

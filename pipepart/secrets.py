@@ -21,7 +21,7 @@ HIDDEN = "***"
 
 _LAST = (
     "token", "tokens", "password", "passwords", "passwd", "passphrase", "secret", "secrets", "credential", "credentials",
-    "bearer", "apikey", "apikeys", "accesskey", "secretkey", "privatekey",
+    "bearer", "apikey", "apikeys", "accesskey", "secretkey", "privatekey", "authorization", "passcode", "cookie", "cookies",
 )  # fmt: skip
 """Ends of the last word of a secret name."""
 _WHOLE = ("pwd", "auth", "pat", "pass")
@@ -69,6 +69,8 @@ _found: set[str] = set()
 def is_secret(name: str) -> bool:
     """Whether a key or a variable of that name holds a secret."""
     words = [word.lower() for word in _WORDS.findall(re.split(r"[./@]", name)[-1])]
+    if words[1:] and words[-1] == "v":  # of a version: TOKEN_V2
+        words.pop()
     if not words:
         return False
     before, last = words[-2] if len(words) > 1 else "", words[-1]

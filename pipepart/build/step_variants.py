@@ -181,11 +181,11 @@ def empty_replica(batch: Any, name: str, runtime: StageRuntime, all_replicas: bo
     groups = runtime.groups
     if not runtime.is_first:
         return 0
-    here = 0 if not _is_empty(batch, runtime.recording(name)) else 1 + (groups.replica if groups is not None else 0)
-    if groups is None or groups.numbers is None or not all_replicas:
-        return here
-    number = torch.tensor([here])
     with guarded(groups):
+        here = 0 if not _is_empty(batch, runtime.recording(name)) else 1 + (groups.replica if groups is not None else 0)
+        if groups is None or groups.numbers is None or not all_replicas:
+            return here
+        number = torch.tensor([here])
         dist.all_reduce(number, dist.ReduceOp.MAX, group=groups.numbers)
     return int(number)
 

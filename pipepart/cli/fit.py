@@ -247,10 +247,9 @@ class Progress(ProgressBar):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is None and self._shows(trainer) and trainer.global_step > self._first:
-            spent = time.monotonic() - self._started
-            print(
-                f"done in {spent:.0f} s  {self._values(trainer, pl_module)}", flush=True
-            )  # includes the last validation
+            spent = time.monotonic() - self._started  # includes the last validation
+            with suppress(OSError):  # as above: the last checkpoint is written after this
+                print(f"done in {spent:.0f} s  {self._values(trainer, pl_module)}", flush=True)
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -178,7 +178,7 @@ def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
         "echo": _is_echo(error),
         "known": isinstance(error, PipepartError),
         "text": printable(clean(text), keep="\n\t"),
-        "where": _where(error),
+        "where": printable(clean(_where(error))),
     }
     try:
         logs.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 from pipepart.lightning.run_patches import RunPatches
-from pipepart.parent import tied
+from pipepart.parent import RANK_0, tied
 from pipepart.runtime.rendezvous import name_job
 
 __all__ = ["Launcher"]
@@ -31,7 +32,10 @@ class Launcher(subprocess_script._SubprocessScriptLauncher):
 
         patches.put(subprocess_script, "_basic_subprocess_cmd", lambda: tied(basic()))
         patches.put(subprocess_script, "_hydra_subprocess_cmd", tied_with_hydra)
+        if self.num_nodes == 1:
+            os.environ[RANK_0] = str(os.getpid())
         try:
             super()._call_children_scripts()
         finally:
+            os.environ.pop(RANK_0, None)
             patches.undo()

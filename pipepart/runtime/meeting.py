@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipepart.parent import check_rank_0
 from pipepart.runtime.failure import check_others
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.rendezvous import job_store
@@ -42,6 +43,8 @@ def meet(groups: Groups, inside_replica: bool = False) -> None:
         pause, now = min(2 * pause, _LONGEST), time.monotonic()
         if now - looked > _LOOK:
             check_others(groups)
+            if not inside_replica or groups.replica == 0:
+                check_rank_0()  # the store is a file: it does not tell that a rank is gone
             looked = now
         if now - begun > limit:
             raise TimeoutError(f"Timed out waiting {limit:.0f} s for the other ranks to reach the same point of set-up")

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from pipepart.errors import ConfigError
 from pipepart.runtime.device import backend_for, local_device
 from pipepart.runtime.strangers import closed_to_strangers
+from pipepart.values import shortened
 
 __all__ = [
     "check_host",
@@ -35,6 +36,7 @@ __all__ = [
     "meeting_store",
     "name_job",
     "processes_on_this_host",
+    "token_digest",
     "world_size",
 ]
 
@@ -97,8 +99,7 @@ def job_folder() -> Iterator[str]:
     try:
         yield made
     finally:
-        if os.getpid() == maker:  # not in a fork
-            shutil.rmtree(made, ignore_errors=True)
+        _remove(made, maker)
         os.environ.pop(_FOLDER, None)
         if before is not None:
             os.environ[_FOLDER] = before
@@ -234,34 +235,55 @@ def _first_store(address: str, port: int, rank: int, size: int, timeout: timedel
 def _moved(first: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Move from a store on a port to a file in a private folder of rank 0, which every rank checks.
 
-    Only the name of the folder is read from the port. Ranks in containers with separate folders stay in the first store.
+    Only the name of the folder is read from the port, and other users could have written it: rank 0 uses the folder that it
+    has made itself. Ranks in containers with separate folders stay in the first store, with PIPEPART_TOKEN only.
     """
     first = _numbered(first, rank)
     if rank == 0:
-        first.set("folder", _private_folder())
-    folder, store = first.get("folder").decode(errors="replace"), None
+        folder = _private_folder()
+        _jobs.callback(_remove, folder, os.getpid())
+        first.set("folder", folder)
+    else:
+        folder = first.get("folder").decode(errors="replace")
+    store = None
     with suppress(OSError, ValueError):
         store = _file_store(folder)
     first.set(f"opened/{rank}", "no" if store is None else "yes")
-    opened = [first.get(f"opened/{other}") == b"yes" for other in range(size)]
-    if store is None or not all(opened):
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        return first
-    _arrive(store, folder, rank, size, timeout)
-    return store
+    without = [other for other in range(size) if first.get(f"opened/{other}") != b"yes"]
+    if store is not None and not without:
+        _arrive(store, folder, rank, size, timeout)
+        return store
+    if rank == 0:
+        _remove(folder, os.getpid())
+    if not os.environ.get(_TOKEN):
+        raise ConfigError(
+            f"the ranks of this job have no private folder in common: rank {', '.join(map(str, without)) or rank} cannot open "
+            f"{shortened(folder)} of rank 0. Without it, other users of this host could write to the store in which the ranks "
+            f"meet. If the ranks run in containers with separate file systems, set {_TOKEN} to one secret in all of them."
+        )
+    return first
+
+
+def _remove(folder: str, maker: int) -> None:
+    if os.getpid() == maker:  # not in a fork
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _store_with_token(
     address: str, port: int, rank: int, size: int, timeout: timedelta, elastic: bool
 ) -> dist.Store | None:
     """Return the TCP store of a job on several hosts, with the token of the job in the names of all keys, if there is one."""
-    token = os.environ.get(_TOKEN)
-    if not token:
+    if not (digest := token_digest()):
         return None
     store = dist.TCPStore(address, port, size, rank == 0 and not elastic, timeout, wait_for_workers=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"{hashlib.sha256(token.encode()).hexdigest()}/{attempt}", store)
+    return dist.PrefixStore(f"{digest}/{attempt}", store)
+
+
+def token_digest() -> str:
+    """Return the digest of PIPEPART_TOKEN, which is part of the names of keys in a store; empty without a token."""
+    token = os.environ.get(_TOKEN)
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def _listen(port: int) -> int:

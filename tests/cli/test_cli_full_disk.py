@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +35,26 @@ for case, index in cases.items():
     step = loaded_step(root / case)
     print(json.dumps({"case": case, "code": outcome.code, "output": outcome.output, "step": step}))
 """
+
+
+class _Full:
+    """An output on a full disk."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_output_that_cannot_be_written_does_not_lose_the_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning writes the last checkpoint after `on_train_end` of all other callbacks."""
+    from pipepart.cli.fit import Progress
+
+    progress, trainer = Progress(), SimpleNamespace(is_global_zero=True, global_step=3)
+    monkeypatch.setattr(progress, "get_metrics", lambda trainer, module: {"loss": 0.5})
+    monkeypatch.setattr(sys, "stdout", _Full())
+    progress.on_train_end(trainer, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
 import os
+import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from cli_programs import SHORT, end, path_with, start, trouble_folder
 from support.ports import free_port
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 
+from pipepart.cli.agent import launch_config
 from pipepart.cli.config import compose_config
 from pipepart.cli.main import main
 from pipepart.cli.processes import _NAMES, already_started, join_started
+from pipepart.errors import PipelineError
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 
@@ -108,6 +116,54 @@ def test_torchrun_on_two_machines(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "runs" / "one" / "result.json").read_text())
     assert (result["stages"], result["replicas"]) == (2, 1)
     assert (tmp_path / "runs" / "latest").resolve() == (tmp_path / "runs" / "one").resolve()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_command_on_two_machines(tmp_path: Path) -> None:
+    """The same command on both (here one host, one rank each)."""
+    where = ["launcher=nodes", "launcher.nodes=2", f"launcher.address=127.0.0.1:{free_port()}", "devices=1"]
+    words = ["train", "recipe=mlp", *SHORT, *where]
+    said = _both([start([*words, f"output=runs/{node}"], tmp_path, PIPEPART_TOKEN="a secret") for node in (0, 1)])
+    assert "1 process on each of 2 machines" in said
+    (result,) = tmp_path.glob("runs/*/result.json")
+    assert json.loads(result.read_text())["stages"] == 2
+
+
+def _meet(port: int, wait: int = 60) -> RendezvousInfo:
+    launcher = {"nodes": 2, "address": f"127.0.0.1:{port}", "wait": wait}
+    config = launch_config({"devices": 1, "launcher": launcher}, Path("logs"), 1)
+    parameters = RendezvousParameters(
+        config.rdzv_backend, config.rdzv_endpoint, config.run_id, 2, 2, config.local_addr, **config.rdzv_configs
+    )
+    return rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
+
+
+class _Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_agents_of_several_machines_unpickle_nothing(tmp_path: Path) -> None:
+    """Everyone who reaches the port can write to the store in which they meet."""
+    stranger = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stranger.set("torch.rendezvous.pipepart", base64.b64encode(pickle.dumps(_Runs(tmp_path / "code-ran"))))
+    with ThreadPoolExecutor(2) as threads:
+        agents = [threads.submit(_meet, stranger.port) for _ in range(2)]
+        met = [agent.result(120) for agent in agents]
+    assert not (tmp_path / "code-ran").exists()
+    assert sorted((one.rank, one.world_size) for one in met) == [(0, 2), (1, 2)]
+    assert len({(one.bootstrap_store_info.master_addr, one.bootstrap_store_info.master_port) for one in met}) == 1
+
+
+def test_a_machine_that_does_not_come_is_missed() -> None:
+    with pytest.raises(PipelineError, match=r"2 machines .* have not met at launcher.address=127.0.0.1:\d+ within 1 s"):
+        _meet(free_port(), wait=1)
 
 
 @pytest.mark.slow

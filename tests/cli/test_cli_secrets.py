@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import stat
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pipepart.secrets import HIDDEN, clean, is_secret, redacted, redacted_overri
     [
         "token", "hfToken", "HF_TOKEN", "tokens", "pwd", "api-key", "apiKey", "APIKey", "apikey", "AWS_SECRET_ACCESS_KEY",
         "password", "db.password", "client_secret", "credentials", "wandb_api_key", "myToken2", "GITHUB_PAT", "auth",
+        "API_KEY_V2", "token_v3", "Authorization", "session_cookie", "passcode",
     ],
 )  # fmt: skip
 def test_secret_names(name: str) -> None:
@@ -118,8 +120,14 @@ def test_errors_do_not_echo_secrets(monkeypatch: pytest.MonkeyPatch, capsys, tmp
         assert main(["train", *words]) == 2
         assert "planted" not in capsys.readouterr().err
     _leave_reason(ValueError("planted-in-the-environment\x1b[2J"), 0, tmp_path)
-    for file in tmp_path.iterdir():
+    (tmp_path / "own.py").write_text("def run():\n    raise ValueError('hf_planted0123456789abcdef')\n")
+    own = runpy.run_path(str(tmp_path / "own.py"))
+    with pytest.raises(ValueError, match="hf_planted") as failed:
+        own["run"]()
+    _leave_reason(failed.value, 1, tmp_path)
+    for file in tmp_path.glob("*-rank*"):
         assert "planted" not in file.read_text()
+    assert "own.py:2 in run: raise ValueError" in (tmp_path / "failure-rank1.json").read_text()
     text = summary(
         [(["model.token=planted-a"], {"error": "planted-in-the-environment"}), (["model.token=planted-b"], {})],
         tmp_path,

@@ -27,6 +27,11 @@ SCRIPT = """
     from support.lightning_modules import Module, loader
 
     class Slow(Module):
+        def setup(self, stage):
+            pathlib.Path(sys.argv[1], f"sets-up-{self.global_rank}").touch()
+            if self.global_rank == 0 and sys.argv[2:] == ["slowly"]:
+                time.sleep(300)
+
         def on_train_batch_start(self, batch, batch_idx):
             pathlib.Path(sys.argv[1], f"trains-{self.global_rank}").touch()
             time.sleep(0.05)
@@ -69,12 +74,21 @@ def _trains(folder: Path, mark: str) -> bool:
     return all((folder / f"trains-{rank}").exists() for rank in range(2))
 
 
+def _waits_in_set_up(folder: Path, mark: str) -> bool:
+    """Whether rank 1 waits for rank 0, which it has met before."""
+    if not all((folder / f"sets-up-{rank}").exists() for rank in range(2)):
+        return False
+    time.sleep(3)
+    return True
+
+
 TRAIN = ["-m", "pipepart.cli", "train", "recipe=mlp", "logger=csv", "trainer.max_steps=100000", "callbacks=none"]
 MOMENTS = {
     "train, ranks start": (TRAIN, _ranks_of_train),
     "train, ranks train": (TRAIN, lambda folder, mark: any(folder.glob("outputs/*/*/metrics/*.csv"))),
     "script, ranks start": (["train.py", "."], lambda folder, mark: len(_with_mark(mark)) > 1),
     "script, ranks import": (["train.py", "."], lambda folder, mark: len(list(folder.glob("imports-*"))) > 1),
+    "script, ranks set up": (["train.py", ".", "slowly"], _waits_in_set_up),
     "script, ranks train": (["train.py", "."], _trains),
 }
 

@@ -126,13 +126,52 @@ def test_ranks_without_a_common_folder_leave_the_port(monkeypatch: pytest.Monkey
         socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
-def test_ranks_with_separate_folders_stay_on_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers on one host may have separate file systems."""
+def test_ranks_with_separate_folders_stay_on_the_port_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers on one host may have separate file systems. Without a token, everyone could bring a job to the port."""
     monkeypatch.setattr(rendezvous, "_file_store", lambda folder: os.stat(f"{folder}/not-here"))
-    port = free_port()
-    first, second = _together(*(partial(meeting_store, "127.0.0.1", port, rank, 2, LIMIT) for rank in range(2)))
+
+    def meet() -> list[Any]:
+        port = free_port()
+        return _together(*(partial(meeting_store, "127.0.0.1", port, rank, 2, LIMIT) for rank in range(2)))
+
+    with pytest.raises(ConfigError, match=r"no private folder in common: rank 0, 1 cannot open .*set PIPEPART_TOKEN"):
+        meet()
+    monkeypatch.setenv("PIPEPART_TOKEN", "a secret")
+    first, second = meet()
     first.set("key", "value")
     assert second.get("key") == b"value"
+
+
+class _Overwritten(dict[str, bytes]):
+    """A store in which another user has replaced the name of the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder).encode()
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self._folder if key == "folder" else self[key]
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_that_a_stranger_names_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, rank: int
+) -> None:
+    named, made = tmp_path / "home", tmp_path / "made"
+    named.mkdir(mode=mode)
+    (named / "precious").touch()
+    made.mkdir(mode=0o700)
+    store = _Overwritten(named)
+    store.set(f"opened/{1 - rank}", "no")
+    monkeypatch.setattr(rendezvous, "_private_folder", lambda: str(made))
+    monkeypatch.setattr(rendezvous, "_numbered", lambda store, rank: store)
+    with pytest.raises(ConfigError, match="no private folder in common"):
+        rendezvous._moved(store, rank, 2, LIMIT)  # type: ignore[arg-type]
+    assert (named / "precious").exists()
+    assert made.exists() is (rank == 1)
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
