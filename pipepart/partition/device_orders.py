@@ -56,7 +56,7 @@ class DevicesUsed:
     used: float
     """Work (relative to the fastest device) that these devices can do per tick of the bottleneck."""
     left: float
-    """The same for the devices that are still to come."""
+    """Work (relative to the fastest device) that the remaining devices can do per tick of the bottleneck."""
     final: bool
 
 
