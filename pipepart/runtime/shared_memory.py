@@ -1,7 +1,7 @@
 """Transport between CPU processes of one host: tensors go through shared memory, notices through a local socket.
 
 Each pair of stages has one socket. The sender copies a tensor into a segment of shared memory and sends a small notice.
-The receiver copies the tensor out, and one of its next notices tells that the segment is free. There is no polling, and a
+The receiver copies the tensor out, and one of its next notices reports that the segment is free. There is no polling, and a
 send does not wait: if no segment is free, it makes a new one. Segments (memory files, passed by descriptor) and sockets
 (abstract names) are not in the file system, so a killed process leaves nothing behind, and the end of its socket tells its
 peers at once.
@@ -279,7 +279,7 @@ def _answer(
     found: dict[int, socket.socket] = {}
     silent: dict[
         int, tuple[socket.socket, float]
-    ] = {}  # by descriptor: connections without a word, and their deadlines
+    ] = {}  # by descriptor: connections without a greeting, and their deadlines
     ready = select.poll()
     ready.register(listener, select.POLLIN)
     while len(found) < groups.stage:
