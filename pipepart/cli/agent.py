@@ -28,9 +28,9 @@ _ALONE = "pipepart-one-host"
 
 
 class _Alone(RendezvousHandler):
-    """The meeting of a single agent with itself. Its store is in its own memory: there is nothing to connect to.
+    """The rendezvous of a single agent. Its store is in its own memory, so that no other process can connect to it.
 
-    Torch's own agent listens on every address of the machine, and unpickles a key of a store that everyone can write.
+    Torch's own handler listens on every address of the machine, and unpickles a key of a store that everyone can write.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
