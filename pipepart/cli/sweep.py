@@ -57,7 +57,7 @@ def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
     if plain:
         count = _check_all(sweeper, overrides, extra)
         print(
-            f"{bold('pipepart train -m')}  {count} runs, one after the other unless a launcher spreads them", flush=True
+            f"{bold('pipepart train -m')}  {count} runs, one after the other unless a launcher runs several", flush=True
         )
     else:
         checked(compose_config(first, extra=extra, trusted=overrides))

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 _AT_WORK = 3
 """Tensors of the size of an op's output that exist while its backward runs: two gradients and one in between."""
 _AT_CONVOLUTION = 5
-"""Number of such tensors of an op that changes the layout of its tensors before it computes, as measured."""
+"""Tensors of the size of the output that exist during the backward of an op that changes layouts first, as measured."""
 _EARLY = 2
 """Messages that a stage receives before they are needed."""
 

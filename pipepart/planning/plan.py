@@ -228,6 +228,8 @@ def _first_microbatches(schedule: Schedule, count: int) -> Schedule:
     if count == schedule.microbatches:
         return schedule
     if count > schedule.microbatches:
-        raise PlanError(f"schedule {schedule.name!r} is for {schedule.microbatches} micro-batches; got {count}")
+        raise PlanError(
+            f"schedule {schedule.name!r} is for {schedule.microbatches} micro-batches; expected no more, got {count}"
+        )
     kept = tuple(tuple(action for action in actions if action.microbatch < count) for actions in schedule.actions)
     return Schedule(schedule.name, schedule.stages, count, schedule.placement, kept)

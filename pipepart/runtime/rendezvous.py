@@ -49,7 +49,7 @@ atexit.register(_jobs.close)
 
 
 def join_job(timeout: timedelta) -> torch.device:
-    """Initialise `torch.distributed` from the variables of torchrun, unless it is. Returns the device of this rank."""
+    """Initialise `torch.distributed` from the variables of torchrun, if needed. Returns the device of this rank."""
     device = local_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

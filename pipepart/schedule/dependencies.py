@@ -116,7 +116,7 @@ class ActionGraph:
         )
 
     def linear_order(self) -> list[int]:
-        """One order of all actions that keeps the order of each stage and all dependencies. Raises an error without one.
+        """One order of all actions that keeps the order of each stage and all dependencies; an error if there is none.
 
         The order is breadth first, so that it resembles time: stages advance together as far as they can.
         """

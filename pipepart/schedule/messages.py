@@ -40,7 +40,7 @@ class Messages:
     program: Program
     """Compute, SEND and RECV of each stage, in an order that even blocking sends (both ends meet) carry out.
 
-    Every list is a part of one global order in which a message is one moment, so stages cannot wait for each other.
+    Every list is a part of one global order in which a message is one moment, so stages never wait in a circle.
     """
     channels: Mapping[Pair, tuple[Message, ...]]
     """Per (sender stage, receiver stage): the messages in the order of their sending."""
