@@ -127,7 +127,7 @@ def _place(problem: Problem, chunk: int, device: int, chunks: int, microbatches:
 
 
 def _pool(problem: Problem, slowness: Sequence[float], chunks: int, microbatches: int) -> DeviceOrders:
-    """All ways to take devices from a pool, where equal devices are not told apart."""
+    """All ways to take devices from a pool; equal devices are not distinguished."""
     groups: dict[tuple[int, float, bool], list[int]] = {}
     for index, (kind, device) in enumerate(zip(problem.device_kinds, problem.devices)):
         groups.setdefault((kind, device.memory, device.communicates), []).append(index)

@@ -39,7 +39,7 @@ _ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i")) if hasattr(socket
 _LEAST = 1 << 12  # bytes of the smallest segment
 _LOOK = 1.0  # seconds between two looks at failures of other ranks
 _PROOF = 32  # bytes
-_HELLO = struct.Struct(f"<Q{_PROOF}s")  # the stage that connects and its proof
+_HELLO = struct.Struct(f"<Q{_PROOF}s")  # the stage that connects and its digest
 _PATIENCE = 5.0  # seconds in which a process that connects must greet
 _BACKLOG = 128
 
@@ -335,5 +335,5 @@ def _is_own(connection: socket.socket) -> bool:
 
 
 def _proof(groups: Groups, source: int, target: int) -> bytes:
-    """Return the proof of stage `source` to stage `target` that it knows the key of the job."""
+    """Return the digest by which stage `source` shows stage `target` that it knows the key of the job."""
     return hmac.digest(groups.key, f"{groups.number}/{groups.replica}/{source}/{target}".encode(), "sha256")
