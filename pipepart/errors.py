@@ -1,6 +1,6 @@
 """The error classes of users' errors. A message states the event, the place, the expected value and the remedy.
 
-Knows nothing of the other rooms.
+This module imports no other module of pipepart.
 """
 
 from __future__ import annotations

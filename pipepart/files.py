@@ -1,8 +1,8 @@
-"""Files of plans, traces, graphs, costs and clusters: JSON and YAML with limits, and typed access to what they hold.
+"""Files of plans, traces, graphs, costs and clusters: JSON and YAML with limits, and typed access to their contents.
 
 A file may hold anything, so every value passes `typed` of `pipepart.values`, which refuses wrong types, numbers outside
 of their ranges, and unknown or missing names. Each refusal is one sentence with the path and the field. Files are written
-whole or not at all. Knows nothing of plans or models.
+whole or not at all. This module does not know plans or models.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the field {shortened(next(n for n in names if names.count(n) > 1))} is there twice")
+        raise ValueError(f"the field {shortened(next(n for n in names if names.count(n) > 1))} occurs twice")
     return found
 
 
 def parse_json(text: str, name: str, error: type[PipepartError] = PlanError) -> Field:
-    """Parse a JSON document; `name` is its name in errors. A field that is there twice is refused."""
+    """Parse a JSON document; `name` is its name in errors. A field that occurs twice is refused."""
     try:
         return Field(json.loads(text, object_pairs_hook=_object), name, error=error)
     except RecursionError as problem:
@@ -136,14 +136,12 @@ def write_whole(path: str | Path, text: str, sync: bool = False) -> None:
 
 @contextmanager
 def may_fail(what: str) -> Iterator[None]:
-    """Replace an error inside by one warning: the run does not depend on `what`, which is written here."""
+    """Replace an error inside by one warning. The code inside writes `what`, on which the run does not depend."""
     try:
         yield
     except Exception as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
-        _log.warning(
-            f"pipepart: {what} could not be written: {reason}. Training and checkpoints are not affected by that."
-        )
+        _log.warning(f"pipepart: {what} could not be written: {reason}. Training and checkpoints are not affected.")
 
 
 def keep_json(path: Path, data: Any) -> None:

@@ -1,6 +1,6 @@
 """The options of a pipeline, shared by `PipelineStrategy`, `Pipeline` and the command line.
 
-Knows plans; does not know processes or Lightning.
+This module knows plans. It must not know processes or Lightning.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["Options", "words_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(PlanOptions):
-    """The declaration of names, types and defaults. An invalid value raises.
+    """The names, types and defaults of all options. An invalid value raises an error.
 
-    Signatures, the configuration and the tables in the docs repeat them for the reader; tests/test_options.py compares
-    each of them with this class.
+    Signatures, the configuration and the tables in the docs repeat the options for the reader; tests/test_options.py
+    compares each of them with this class.
     """
 
     plan: Plan | str | Path | None = None
-    """A plan, or the path of its file, which is read at once. It determines stages and replicas."""
+    """A plan, or the path of its file, which is read at once. The plan determines stages and replicas."""
     timeout: Seconds = 300.0
     """Seconds after which an unfinished transfer or collective is an error."""
     transport: Literal["auto", "group", "shared_memory"] = "auto"
     """The transport between stages: ``group`` (gloo, NCCL), ``shared_memory``, or ``auto``: the faster possible one."""
     batch_norm: Literal["microbatch", "batch"] = "microbatch"
-    """The update of running statistics: with every ``microbatch``, or once per ``batch``."""
+    """When running statistics of BatchNorm change: with every ``microbatch``, or once per ``batch``."""
     loss: Literal["batch", "microbatch"] = "batch"
     """The denominator of a loss (tokens, weights, samples): that of the whole ``batch``, over all micro-batches, replicas
     and accumulated batches, as in one process; or that of each ``microbatch``, whose weight is its share of samples."""
@@ -59,7 +59,7 @@ class Options(PlanOptions):
         super().__post_init__()
         try:
             plan = Plan.load(self.plan) if isinstance(self.plan, (str, Path)) else self.plan
-        except ValueError as error:  # a path that cannot be one
+        except ValueError as error:  # an invalid path
             raise PlanError(f"plan {shortened(self.plan)} cannot be read: {error}") from error
         if plan is not None:
             for name, value in {"plan": plan, "stages": plan.stages, "replicas": plan.replicas}.items():

@@ -1,7 +1,7 @@
-"""Processes that end with the process that has started them, however that one ends.
+"""Processes that end with the process that has started them, however the starting process ends.
 
-The kernel of Linux sends a signal to a process whose parent ends, if the process has asked for it. A parent that has ended
-before is noticed by its process id. Other systems have the second check only.
+The kernel of Linux sends a signal to a process whose parent ends, if the process has requested it. If the parent had ended
+before that request, its process id shows it. Other systems have the second check only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_rank_0() -> None:
 def tied(command: Sequence[str]) -> list[str]:
     """Return a command that runs `command` as a child that is killed when this process ends, also while it starts.
 
-    Only on Linux and in the main thread: the kernel sends the signal when the thread ends that has started the child.
+    This works only on Linux and in the main thread: the kernel sends the signal when the thread that started the child ends.
     """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return list(command)

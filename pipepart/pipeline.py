@@ -1,6 +1,6 @@
 """`Pipeline` for plain PyTorch loops: one process per device, started by torchrun.
 
-Knows `build` and `runtime`; does not know Lightning or reports.
+This module knows `build` and `runtime`. It must not know Lightning or reports.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Pipeline:
             warnings.warn(text, SamplesMeet, stacklevel=2)
         self._variants = {name: Variants(name, [name], 1) for name in ("step", "evaluate")}
         self._nothing = nn.Parameter(torch.empty(0, device=self._device))
-        """Stands in for the parameters of a stage without parameters."""
+        """A parameter without elements, for a stage without parameters."""
         self._tracing = False
         self._accumulating = False
         self._continues = False
-        """The last step was inside `accumulate`, and its gradients are added to those of the next."""
+        """Whether the last step was inside `accumulate`, so that its gradients are added to those of the next."""
         self.steps_done = self.evaluations_done = 0
         """The counts from which `randomness="op"` derives seeds. Set them when a run is resumed from a checkpoint."""
 

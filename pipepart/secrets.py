@@ -151,7 +151,7 @@ def redacted_override(text: str) -> str:
 
 
 def _end_of_value(text: str, start: int) -> int:
-    """Where the value that starts there ends: at its quote, or before the comma or bracket that follows it."""
+    """The end of the value that begins at `start`: its closing quote, or the comma or bracket that follows it."""
     quote = text[start : start + 1] if text[start : start + 1] in ("'", '"') else ""
     depth, at = 0, start + len(quote)
     while at < len(text):
@@ -170,7 +170,7 @@ def _end_of_value(text: str, start: int) -> int:
 
 
 class _CleanStream:
-    """A text stream that hides secrets in what is written to it."""
+    """A text stream that hides secrets in the text that is written to it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

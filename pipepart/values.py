@@ -1,6 +1,6 @@
 """Values from users: their types, their ranges, and their safe form in messages, tables and pictures.
 
-`typed` is the only code that holds a value against an annotation, for options, for configurations and for files.
+`typed` is the only code that compares a value with an annotation, for options, for configurations and for files.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _words(annotation: Any, value: Any) -> list[str]:
 
 
 def check_fields(options: Any) -> None:
-    """Hold every field of a dataclass against its type and range, as its annotation declares them.
+    """Compare every field of a dataclass with the type and range that its annotation declares.
 
     Fields of other types (a plan, a batch) are not checked.
     """

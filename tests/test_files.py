@@ -169,7 +169,7 @@ def test_a_plan_that_is_read_can_be_simulated_and_shown(seed: int) -> None:
         ("colour", "red", "unknown field 'colour'"),
         ("traffic", [{"source": 0}], r"no field 'traffic\[0\].target'"),
         ("recompute", [True], "recompute has 1 entries"),
-        ("actions", "0F0,0X0\n", "is no action"),
+        ("actions", "0F0,0X0\n", "is not an action"),
     ],
 )
 def test_plans_that_cannot_be_run_are_refused_with_the_field(field: str, value: Any, part: str, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_files_that_are_no_texts_are_refused_at_once(tmp_path: Path) -> None:
 def test_a_field_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"version": 1, "names": [], "names": ["a"]}')
-    with pytest.raises(PlanError, match=r"costs.json is not JSON: the field 'names' is there twice"):
+    with pytest.raises(PlanError, match=r"costs.json is not JSON: the field 'names' occurs twice"):
         read_costs(path)
 
 
@@ -324,5 +324,5 @@ def test_options_name_the_part_that_does_not_fit() -> None:
 
 def test_nested_overlaps_of_a_schedule_are_refused() -> None:
     for depth in (2, 5000):
-        with pytest.raises(ScheduleError, match="is no action"):
+        with pytest.raises(ScheduleError, match="is not an action"):
             from_csv("(" * depth + "0F0;0B0" + ")OVERLAP_F_B" * depth)

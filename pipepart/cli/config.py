@@ -100,7 +100,7 @@ def initialized(extra: Path | None = None) -> Iterator[None]:
     from pipepart.cli.schema import register_schemas  # needs Lightning, which takes seconds to import
 
     register_schemas()
-    if not OmegaConf.has_resolver("now"):  # Hydra's own is there only inside its main function
+    if not OmegaConf.has_resolver("now"):  # Hydra registers its own only inside its main function
         OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_folder()), job_name="pipepart", version_base="1.3"):
@@ -206,7 +206,7 @@ def _explained(error: BaseException, known_groups: Sequence[str]) -> ConfigError
         if option and error.options:
             return ConfigError(f"{group}={option}: there is no such {group}; {did_you_mean(option, error.options)}")
         if not option:
-            return ConfigError(f"there is no configuration {group!r}")
+            return ConfigError(f"there is no configuration {group!r}; --help lists the groups and their options")
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, OmegaConfBaseException):
         inner = inner.__cause__ or inner.__context__

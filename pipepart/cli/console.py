@@ -52,7 +52,7 @@ def quiet_libraries() -> None:
 
 
 class _Messages(logging.Handler):
-    """Prints the messages of pipepart; those of several lines, such as the table of stages, above a rule."""
+    """Prints the messages of pipepart, with a line below those of several lines, such as the table of stages."""
 
     def emit(self, record: logging.LogRecord) -> None:
         lines = printable(record.getMessage().rstrip(), keep="\n\t").splitlines()

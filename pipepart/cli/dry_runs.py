@@ -118,7 +118,10 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
     data.setup("fit")
     batch = next(iter(data.train_dataloader()), None)
     if batch is None:
-        raise ConfigError("data: the training loader gives no batch; planning needs one to know the shapes")
+        raise ConfigError(
+            "data: the training loader gives no batch, and planning needs one to know the shapes. Use more data or a smaller "
+            "batch."
+        )
 
     def record_as_in_a_run(found: Example) -> Recorded:
         recording, _ = record_with_effects(

@@ -106,7 +106,7 @@ def _loggers(config: dict[str, Any]) -> list[Logger]:
 
 
 def _keep_running(logger: Any) -> None:
-    """Let a run go on without this logger when it fails (a full disk, a server that is gone), with one warning."""
+    """Let a run continue without this logger when it fails (a full disk, a server that is gone), with one warning."""
     failed: list[str] = []
 
     def safe(name: str) -> Callable[..., None]:

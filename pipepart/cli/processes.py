@@ -79,7 +79,7 @@ def join_started() -> tuple[int, int]:
 
 
 def _first_host(names: str) -> str:
-    """The first of SLURM's list: `node[03-07,12],other` is node03."""
+    """The first host in SLURM's list: node03 in `node[03-07,12],other`."""
     first, bracket, numbers = names.partition("[")
     return first + re.split(r"[-,\]]", numbers)[0] if bracket and "," not in first else names.split(",")[0]
 
@@ -242,7 +242,7 @@ def _first_cause(error: Any, logs: Path) -> str:
         return f"rank {rank} was ended by {name}.{hint} All other processes have been ended."
     if not reasons:
         rank, failure = error.get_first_failure()
-        return f"rank {rank} ended with exit code {failure.exitcode} and left no reason; its output is in {shown(logs)}"
+        return f"rank {rank} ended with exit code {failure.exitcode} without a reason; its output is in {shown(logs)}"
     return _reason_text(reasons[0], logs)
 
 

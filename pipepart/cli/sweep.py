@@ -53,17 +53,17 @@ def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
             hydra_context=HydraContext(config_loader=loader, callbacks=_NoCallbacks()),  # type: ignore[arg-type]
             task_function=partial(job, allow=allow_of(overrides)),
         )
-    plain = hasattr(sweeper, "split_arguments")  # Hydra's own; sweepers that search choose their runs as they go
+    plain = hasattr(sweeper, "split_arguments")  # Hydra's own; sweepers that search choose each run by earlier results
     if plain:
         count = _check_all(sweeper, overrides, extra)
         print(
-            f"{bold('pipepart train -m')}  {count} runs, one after the other unless a launcher spreads them", flush=True
+            f"{bold('pipepart train -m')}  {count} runs, one after the other unless a launcher runs several", flush=True
         )
     else:
         checked(compose_config(first, extra=extra, trusted=overrides))
     with initialized(), explaining(extra), _queue_failures():
         _make_private(config)
-        words = parse(prepared(overrides, extra))  # not those of `config`, which a file could add to
+        words = parse(prepared(overrides, extra))  # not the overrides in `config`, to which a file could add
         returned = sweeper.sweep(arguments=[str(word.input_line) for word in words if not word.is_hydra_override()])
     flat = [one for batch in returned for one in batch] if isinstance(returned, list) else []
     results = [(list(one.overrides or ()), one.return_value) for one in flat]
@@ -161,7 +161,7 @@ def _check_all(sweeper: Any, overrides: Sequence[str], extra: Path | None) -> in
 
 
 def _without_sweeps(overrides: Sequence[str]) -> list[str]:
-    """The overrides with the first value of each sweep, for a look at the rest of the configuration."""
+    """The overrides with the first value of each sweep, to compose the rest of the configuration."""
     return [
         f"{o.get_key_element()}={next(iter(o.sweep_string_iterator()))}" if o.is_sweep_override() else str(o.input_line)
         for o in parse(overrides)

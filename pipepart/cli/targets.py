@@ -1,6 +1,6 @@
-"""The gate of the configuration: which classes it may build, and what it may set in Hydra's own section.
+"""The gate of the configuration: the classes that it may build, and the keys of Hydra's own section that it may set.
 
-Configuration travels between people, so a file must not be able to run code. A `_target_` has to name a class that an
+Configuration files come from other people, so a file must not be able to run code. A `_target_` has to name a class that an
 allowed package defines (`recipes.gpt.torch.load` is not defined there). Only the command line adds packages, and only it
 sets those parts of Hydra's section that run commands. Keys and types are checked before any process is started.
 """
@@ -72,7 +72,10 @@ def locate(name: str, allow: Sequence[str] = (), where: str = "_target_") -> Cal
     found = _import(name, where)
     home = str(getattr(found, "__module__", None) or "")
     if not callable(found) or not any(_inside(home, package) for package in packages):
-        raise ConfigError(f"{where} is {name!r}, which is not defined in an allowed package ({home or 'no class'})")
+        raise ConfigError(
+            f"{where} is {name!r}, which is not defined in an allowed package ({home or 'no class'}); expected a class of "
+            f"{', '.join(packages)}"
+        )
     if any(_inside(home, package) for package in allow):
         return found
     if not inspect.isclass(found):
@@ -81,7 +84,7 @@ def locate(name: str, allow: Sequence[str] = (), where: str = "_target_") -> Cal
         )
     if not _inside(home, "recipes") and not issubclass(found, _kinds()):
         raise ConfigError(
-            f"{where} is {name!r}, which is no module, data module, callback, logger, profiler, optimizer or scheduler"
+            f"{where} is {name!r}; expected a module, data module, callback, logger, profiler, optimizer or scheduler"
         )
     return found
 
@@ -91,7 +94,7 @@ def _inside(name: str, package: str) -> bool:
 
 
 def _import(name: str, where: str) -> Any:
-    """`a.b.C` by importing the longest part that is a module; a missing name says which names there are."""
+    """`a.b.C` by importing the longest part that is a module. The error for a missing name lists the known names."""
     parts = name.split(".")
     if not all(part.isidentifier() and not part.startswith("_") for part in parts):
         raise ConfigError(f"{where} is {name!r}; expected package.module.Class without leading underscores")
@@ -100,7 +103,9 @@ def _import(name: str, where: str) -> Any:
         try:
             found: Any = importlib.import_module(path)
         except ModuleNotFoundError as error:
-            if error.name is not None and not _inside(path, error.name):  # it is there, but something it needs is not
+            if error.name is not None and not _inside(
+                path, error.name
+            ):  # the module exists, but one that it imports does not
                 raise ConfigError(
                     f"{where} is {name!r}, which needs the package {error.name!r}: pip install {error.name}"
                 ) from error

@@ -111,7 +111,7 @@ def check_run(config: dict[str, Any]) -> None:
 
 
 def _check_optimizer(config: dict[str, Any]) -> None:
-    """Construct an optimizer of torch on one parameter: torch itself refuses numbers that cannot be."""
+    """Construct an optimizer of torch on one parameter: torch itself refuses invalid values."""
     import torch
 
     node = config.get("optimizer")

@@ -1,7 +1,7 @@
 """Lightning: the strategy, its callbacks and its checkpoints. `Trainer(strategy="pipepart")` finds the registered strategy.
 
-Knows Trainer and LightningModule, and all code that touches the inside of Lightning is here. Planning is done by `build`,
-training by `runtime`: this room must not know how a plan is made or executed.
+The package knows Trainer and LightningModule; it has all code that uses the internals of Lightning. `build` makes the plan
+and `runtime` executes it: this package must not know how.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written beside and renamed, with sizes and digests that are checked before they are read.
+"""Files of a checkpoint: written under a temporary name and renamed, and compared with their digests before they are read.
 
 A crash cannot leave a broken file. The manifest of a file is beside it (`NAME.ckpt.sha256`), that of a directory is inside
 (`manifest.json`).
@@ -73,11 +73,13 @@ def known_contents(checkpoint: Path) -> dict[Path, tuple[Content, ...]]:
     known = _files_of(manifest)
     for name, contents in known.items():
         if not contents or name != Path(name).name:
-            raise CheckpointError(f"{manifest.path}: {name!r} has no content, or is not the name of a file beside it")
+            raise CheckpointError(
+                f"{manifest.path}: the entry {name!r} is not valid; expected the name of a file beside it, with size and digest"
+            )
     if checkpoint.is_dir():
         return {checkpoint / name: contents for name, contents in known.items()}
     if len(known) != 1:
-        raise CheckpointError(f"{manifest.path} has {len(known)} files; expected one")
+        raise CheckpointError(f"{manifest.path} lists {len(known)} files; expected one")
     return {checkpoint: next(iter(known.values()))}  # under any name: the file may have been renamed
 
 
@@ -151,7 +153,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             if target.is_dir():
-                raise CheckpointError(f"cannot write the checkpoint {target}: there is a directory of that name")
+                raise CheckpointError(
+                    f"cannot write the checkpoint {target}: there is a directory of that name. Choose another name."
+                )
             with open(part, "wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()

@@ -24,7 +24,7 @@ class Checkpoints:
     """Saves and loads checkpoints. All ranks must call each method together."""
 
     def __init__(self, ranks: Ranks, sharded: Callable[[], bool]) -> None:
-        """`sharded` returns whether each stage writes its own part. It is asked for each checkpoint."""
+        """`sharded` returns whether each stage writes its own part. It is called for each checkpoint."""
         self._ranks, self._sharded = ranks, sharded
 
     def model_state(self, runtime: StageRuntime) -> dict[str, Any]:

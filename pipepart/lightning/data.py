@@ -84,7 +84,10 @@ def _first_batch(trainer: Trainer, loader: Any) -> Any:
     with isolate_rng(), _generators_kept(loader.flattened), _positions_kept(loader.flattened):
         found = [next(iter(_unwrapped(one)), None) for one in (loader.flattened if fitting else loader.flattened[:1])]
     if any(batch is None for batch in found):
-        raise PlanError("a loader of this run gave no batch; planning needs one to know the shapes")
+        raise PlanError(
+            "a loader of this run gave no batch, and planning needs one to know the shapes. Check the length of the dataset "
+            "(and drop_last), or give the strategy `example_batch`."
+        )
     return prepare(trainer, tree_unflatten(found, tree_flatten(loader.iterables)[1]) if fitting else found[0])
 
 
@@ -231,7 +234,10 @@ class _Stream:
             # A stage that does not read the data gives its last batch to hooks, if its own stream was shorter.
             batch = batch if following is _NOTHING else following
             if batch is _NOTHING:
-                raise PlanError("the stream of this rank is empty, while the first stage has data")
+                raise PlanError(
+                    "the stream of this rank is empty, but the first stage of its replica has data. Give all stages of a "
+                    "replica the same data: divide streams by `strategy.distributed_sampler_kwargs`, not by rank."
+                )
             yield batch
 
 

@@ -30,7 +30,7 @@ from pipepart.recording.recorded_run.symbols import is_tracked, plain
 __all__ = ["UNSEEN", "Effect", "Effects", "Follows", "Sizes", "follows", "record_with_effects", "sizes_of"]
 
 _KEY = "pipepart_effect"
-"""Under this name an extra output carries its effect, and the position of its value in the effect (None: no value)."""
+"""The name under which an extra output has its effect, and the position of its value in the effect (None: no value)."""
 
 
 # ---- how a value follows the number of samples
@@ -53,7 +53,7 @@ class Follows:
     dims: tuple[int, ...] | None = None
     """Dimensions of a tensor that grow with the number of samples. None: only one number of samples was seen."""
     counts: bool = False
-    """The value is a number that is proportional to the number of samples."""
+    """Whether the value is a number that is proportional to the number of samples."""
 
     def dim(self, shapes: Sequence[torch.Size], sizes: Sequence[int]) -> int | None:
         """The dimension along which values of micro-batches of `sizes` samples are concatenated; None if there is none.
@@ -163,7 +163,7 @@ class Effects:
     averaged: frozenset[int] = frozenset()
     """Outputs of the graph that Lightning averages over replicas (`sync_dist=True`)."""
     checked: bool = False
-    """The batch check has shown that values of one shape for all micro-batches are equal, or means over samples."""
+    """Whether the batch check has shown that values of one shape for all micro-batches are equal, or means over samples."""
 
     @property
     def reduced_otherwise(self) -> frozenset[int]:
@@ -239,7 +239,7 @@ class _Watch(Logs):
             self.note("log", name, None, {**options, "metric": self.paths[id(value)]})
         else:
             raise ConfigError(
-                f"self.log({name!r}, ...) of a metric that is not an attribute of the module: make it an attribute"
+                f"the step logs a metric as {name!r} that is not an attribute of the module. Make it an attribute (self.NAME)."
             )
 
     def returned(self, result: Any) -> Any:
@@ -277,7 +277,7 @@ class _Watch(Logs):
             now, form = trees.flatten(value)
             if form != tree or any(a is not b for a, b in zip(now, leaves)):
                 raise ConfigError(
-                    f"the step puts a {type(value).__name__} into {text} and changes it afterwards: fill it before."
+                    f"the step puts a {type(value).__name__} into {text} and changes it afterwards. Fill it first."
                 )
 
     def finish(self, recording: Recording) -> tuple[Recording, Effects]:

@@ -79,8 +79,8 @@ def record_lightning_step(
         raise CaptureError(f"unknown step {step!r}: expected one of {', '.join(_STEPS)}")
     if getattr(module, "automatic_optimization", True) is False and step == "training_step":
         raise CaptureError(
-            f"{type(module).__name__}: automatic_optimization=False; manual optimization cannot be recorded, "
-            "since the step itself would run backward and the optimizer. Return the loss instead"
+            f"{type(module).__name__} has automatic_optimization=False. Manual optimization cannot be recorded, "
+            "since the step itself would run backward and the optimizer. Return the loss instead."
         )
     collected = Logs() if logs is None else logs
     given = {"batch_idx": batch_idx}
@@ -149,7 +149,10 @@ class _TrainerView:
         return getattr(self._trainer, name) if reads is None else reads.of_trainer(self._trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise CaptureError(f"the step sets trainer.{name}; a recorded step has no such side effects")
+        raise CaptureError(
+            f"the step sets trainer.{name}. A recorded step does not run this Python again, so the trainer would not change: "
+            "set it in a hook."
+        )
 
 
 @contextmanager

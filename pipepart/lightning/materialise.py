@@ -42,7 +42,7 @@ def check_can_be_filled(root: nn.Module) -> None:
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(module, Metric):
                 raise ConfigError(
-                    f"{path or type(root).__name__}.{key} is a tensor on the meta device and no parameter or buffer, so "
+                    f"{path or type(root).__name__}.{key} is a tensor on the meta device, but not a parameter or buffer, so "
                     f"nothing can fill it. Make it a buffer that reset_parameters() of {type(module).__name__} fills."
                 )
 

@@ -107,7 +107,7 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "getitem", "lt", "le", "gt"
 def metric_members(
     path: str, metric: Metric | MetricCollection, note: Callable[[str, str, Any], int]
 ) -> dict[str, Any]:
-    """Methods that stand in for those of a metric in a recorded step.
+    """Methods that replace those of a metric in a recorded step.
 
     Each call is passed to ``note(kind, path, (args, kwargs))``, which returns the number of the effect.
     """
@@ -115,7 +115,7 @@ def metric_members(
     def call(kind: str, *args: Any, **kwargs: Any) -> Any:
         if kind == "compute" and isinstance(metric, MetricCollection):
             raise ConfigError(
-                f"the step calls self.{path}.compute(): call it in on_..._epoch_end, or log the collection."
+                f"the step calls self.{path}.compute() of a collection. Call it in on_..._epoch_end, or log the collection."
             )
         ordinal = note(kind, path, (args, kwargs))
         if kind not in ("forward", "compute"):

@@ -80,7 +80,7 @@ class PipelineMonitor(Callback):
             return
         self._every = self._every_given or max(1, int(getattr(trainer, "log_every_n_steps", 0) or 50))
         self._batch, self._samples, self._seen_steps, self._norm = 0, 0, len(strategy.step_times), None
-        place = trainer.log_dir  # asks all ranks
+        place = trainer.log_dir  # all ranks must read it
         self._folder = Path(self._folder_given or place or trainer.default_root_dir)
         self._untrace()
         self._untrace = strategy.runtime.tracing.also(lambda: self._due)
@@ -186,7 +186,7 @@ class PipelineMonitor(Callback):
             _log.info(f"pipepart: report {files['report.html']}")
 
     def _written(self, name: str, write: Callable[[Path], Any]) -> dict[str, Path]:
-        """Write a file into the folder, and return it by its name; nothing but a warning if it cannot be written."""
+        """Write a file into the folder, and return it by its name. If it cannot be written, warn and return nothing."""
         path = self._folder / name
         with may_fail(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)

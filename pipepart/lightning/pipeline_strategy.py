@@ -64,7 +64,7 @@ class PipelineStrategy(ParallelStrategy):
     ```
 
     The whole `training_step` is recorded on the first batch, cut into stages by measured cost, and run on micro-batches.
-    `plan` is a saved plan, or the path of its file. `example_batch` is for data that can be read only once. With
+    `plan` is a plan, or the path of its file. `example_batch` is for data that can be read only once. With
     `sharded=True` each stage writes its own part of a checkpoint; by default a checkpoint is one plain file that Lightning
     loads without pipepart. After a run every rank has the whole module, as with DDP; with `after="parts"` it keeps its
     part. A module that is built on the meta device is never whole on any rank: each rank fills the part that it holds.
@@ -126,7 +126,10 @@ class PipelineStrategy(ParallelStrategy):
     def runtime(self) -> StageRuntime:
         """The stage of this rank."""
         if self._whole.runtime is None:
-            raise PlanError("the pipeline is not set up yet: it is planned when the trainer starts, on its first batch")
+            raise PlanError(
+                "the pipeline is not set up yet: it is planned when the trainer starts, on its first batch. Call fit, "
+                "validate, test or predict of the trainer first."
+            )
         return self._whole.runtime
 
     @property

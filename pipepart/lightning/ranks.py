@@ -39,7 +39,7 @@ class Ranks:
     """The ranks of a job, their process groups and collectives. Lightning divides data over replicas, not over ranks."""
 
     def __init__(self, options: Options, devices: Callable[[], int]) -> None:
-        """`devices` returns the number of processes. It is asked when the trainer has connected its environment."""
+        """`devices` returns the number of processes. It is called when the trainer has connected its environment."""
         self._options, self._devices = options, devices
         self.groups: Groups | None = None
         """None before `join`, and in a job of one process."""
@@ -127,7 +127,7 @@ class Ranks:
             return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def decide(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any) say yes. Stages of one replica may differ in their decisions (time, signals)."""
+        """Whether the decision is true on all ranks (or on any). Stages of one replica may differ (time, signals)."""
         if not _distributed_is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.device)

@@ -50,7 +50,7 @@ class RecordedSteps:
         self.empty = bool(empty_names(module))
         """Whether the model was built on the meta device, so that no rank has ever held all of it."""
         self._continues = False
-        """Gradients of earlier batches are kept for the next batch, to make one step of the optimizer."""
+        """Whether gradients of earlier batches are kept for the next batch, to make one step of the optimizer."""
         self._seconds: list[float] = []
 
     def build(self, step: str, batch: Any) -> Built:
@@ -64,7 +64,7 @@ class RecordedSteps:
         return built
 
     def describe(self, step: str, built: Built) -> str:
-        """Notes on the recording and on its samples, and the verification if it was asked for, as lines."""
+        """Notes on the recording and on its samples, and the verification if the option `verify` is set, as lines."""
         trainer, weighed, effects = self._module.trainer, self.runtime.weighed(step), self.effects[step]
         notes = built.notes
         if trainer.accumulate_grad_batches > 1:
@@ -144,7 +144,10 @@ class RecordedSteps:
             elif replica := self.runtime.from_first(empty):
                 raise no_samples(step, self._job.groups, replica)
             self._add(variants, step, batch, batch_idx, loader)
-        raise CaptureError(f"{step}: the recording that was made on this batch does not hold for it")
+        raise CaptureError(
+            f"{step}: the recording that was made on this batch does not hold for this batch. Expected a step that reads the "
+            "same values in each call on one batch. Move values that change with each call (counters) to a hook."
+        )
 
     def _leaves_ahead(self, name: str, batch_idx: int) -> list[list[Any] | None]:
         """On the first stage, the leaves of the batches that are accumulated with this one, if their numbers are needed.

@@ -63,7 +63,7 @@ def check_module(module: LightningModule) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigError(
-            f"{name}.training_step takes dataloader_iter. A pipeline cuts batches into micro-batches itself: "
+            f"{name}.training_step takes dataloader_iter. A pipeline splits batches into micro-batches itself: "
             "use training_step(self, batch, batch_idx)."
         )
 

@@ -147,7 +147,7 @@ def merge_values(
     """One value for the batch: samples are concatenated, counts summed, other numbers averaged by size.
 
     `law` is the known relation of the micro-batches to the batch ("sum", "mean" over samples). Otherwise `how` is the
-    reduction that the user asked for when logging ("sum", "max", "min", or a mean). ValueError: the dimension of the
+    reduction that the user has set when logging ("sum", "max", "min", or a mean). ValueError: the dimension of the
     samples is ambiguous.
     """
     first = values[0]
@@ -227,7 +227,7 @@ def _put(module: LightningModule, effect: Effect, value: Any) -> None:
 
 
 def _remember(metric: Any, value: Any) -> None:
-    """Store the value of the metric for this batch where the metric was not called. Lightning logs it from there."""
+    """Store the value of the metric for this batch on ranks that did not call the metric. Lightning logs the stored value."""
     if isinstance(metric, MetricCollection):
         for base in (str(key) for key in metric.keys(keep_base=True)):
             name = metric._set_name(base)

@@ -1,4 +1,4 @@
-"""Replaced attributes of Lightning's classes and objects: they hold while a run lasts, and `undo` restores them.
+"""Replaced attributes of Lightning's classes and objects: they are in place during a run, and `undo` restores them.
 
 All replacements of a run are here: fine-tuning callbacks, model summaries, the loss scaler, and signal handlers.
 """

@@ -19,7 +19,7 @@ class StrategyOptions(Options):
     example_batch: Any = field(default=None, repr=False, compare=False)
     """The batch to record with, for data that can be read only once. None: the first batch."""
     sharded: bool = False
-    """Each stage writes its own part of a checkpoint. False: one plain file."""
+    """Whether each stage writes its own part of a checkpoint. False: one plain file."""
     after: Literal["whole", "parts"] = "whole"
     """State of the module after a run: ``whole`` on every rank, or ``parts``, where each rank keeps its stage."""
 

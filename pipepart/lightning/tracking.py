@@ -16,8 +16,8 @@ __all__ = ["SafeWandbLogger", "log_files"]
 class SafeWandbLogger(WandbLogger):
     """Lightning's logger, offline by default. A run never fails because of it.
 
-    With `offline=False` the run is sent while it lasts. If the server does not answer within `timeout` seconds, or nobody
-    is logged in, the run is kept on this machine, to be sent later with ``wandb sync``.
+    With `offline=False` the records are sent during the run. If the server does not answer within `timeout` seconds, or
+    nobody is logged in, they are kept on this machine, to be sent later with ``wandb sync``.
     """
 
     def __init__(self, *, offline: bool = True, timeout: float = 30.0, **options: Any) -> None:

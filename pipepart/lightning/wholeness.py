@@ -50,7 +50,7 @@ class Wholeness:
     """The state of a module before, between and after runs: cut by a runtime, whole, or locked in parts."""
 
     def __init__(self, ranks: Ranks, after: Callable[[], str]) -> None:
-        """`after` returns the state of the module after a run, "whole" or "parts". It is asked when a run ends."""
+        """`after` returns the state of the module after a run, "whole" or "parts". It is called when a run ends."""
         self._ranks, self._after = ranks, after
         self.runtime: StageRuntime | None = None
         """The runtime that has cut the module; None if there is no plan."""
@@ -108,7 +108,7 @@ class Wholeness:
             runtime.parts.lock("the run was interrupted")
             return
         if empty or self._after() == "parts":
-            runtime.parts.lock("it was built on the meta device" if empty else "after='parts' was asked for")
+            runtime.parts.lock("it was built on the meta device" if empty else "after='parts' is set")
             return
         self._wait_for_all()
         runtime.parts.make_whole(torch.device("cpu"))
@@ -127,7 +127,7 @@ class Wholeness:
         return f"pipepart/ended/{self._runs}/{rank}"
 
     def _wait_for_all(self) -> None:
-        """Wait until the run has ended well on every rank. If a rank has failed, raise an error at once."""
+        """Wait until the run has ended without an error on every rank. If a rank has failed, raise an error at once."""
         assert self._ranks.groups is not None
         self.vote("well")
         own, timeout = self._ranks.groups.rank, self._ranks.timeout
@@ -137,13 +137,14 @@ class Wholeness:
                 if time.monotonic() > deadline:
                     raise PipelineError(
                         f"rank {rank} has not ended its run within {timeout:.0f} s after rank {own}: it is stopped, "
-                        "stuck, or still at work (then a larger timeout helps)."
+                        "stuck, or still computing. Look at its output first; if it is computing, set a larger timeout."
                     )
                 time.sleep(0.002)
             answer = _store().get(self._key(rank)).decode(errors="replace")
             if answer != "well":
                 raise PipelineError(
-                    f"the run has ended on rank {own}, but rank {rank} {answer}. The module stays in parts."
+                    f"the run has ended on rank {own}, but rank {rank} {answer}. The module stays in parts: correct the error "
+                    f"of rank {rank}, and run again."
                 )
 
 

@@ -19,7 +19,7 @@
     shortage       the error if nothing fits into memory
        |
     result         Partition: chunk of each op, loads, bottleneck, bound; baselines() to compare with
-    check          check(): an independent proof that a partition is valid
+    check          check(): compares a partition with its problem, independently of the search
 
 The package knows numbers and a directed graph. It must not know torch, schedules or processes.
 """

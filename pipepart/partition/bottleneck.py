@@ -40,7 +40,7 @@ class Table:
     sources: Range
     """Range of states that chunks start from."""
     targets: Range
-    """Range of states that they end at."""
+    """Range of states that chunks end at."""
     source: Ints
     target: Ints
     load: Ints
@@ -67,7 +67,7 @@ class States(Protocol):
     """Loads that earlier searches have computed."""
 
     complete: bool
-    """These are all downsets, so the best path over them is optimal."""
+    """Whether these are all downsets, so that the best path over them is optimal."""
 
     def loads(
         self, sources: Ints, targets: Ints, place: Place, limit: int, *, traffic: bool = True
@@ -177,7 +177,7 @@ class _Use:
     targets: Range
     place: Place
     inner: bool
-    """Neither the first nor the last chunk."""
+    """Whether the chunks are neither the first nor the last ones."""
 
 
 def _uses(work: Ints, devices: DeviceOrders, limit: int) -> dict[object, list[_Use]]:

@@ -1,4 +1,4 @@
-"""The independent checker: it knows the problem and the partition, and nothing of the search."""
+"""A check of partitions that depends on the problem and the partition only, not on the search."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ def check(problem: Problem, partition: Partition) -> None:
             )
     for group in problem.colocated:
         if len({chunk_of[op] for op in group}) > 1:
-            raise PartitionError(f"partition: the colocated ops {group} are in chunks {[chunk_of[op] for op in group]}")
+            raise PartitionError(
+                f"partition: the colocated ops {group} are in chunks {[chunk_of[op] for op in group]}; expected one chunk"
+            )
     for cut in problem.split_at:
         if max(chunk_of[:cut]) >= min(chunk_of[cut:]):
-            raise PartitionError(f"partition: no cut lies before {problem.name(cut)}, where split_at wants one")
+            raise PartitionError(f"partition: no cut lies before {problem.name(cut)}; split_at requires one there")
     _check_devices(problem, partition)
     _check_loads(problem, partition)
     _check_memory(problem, partition)
@@ -43,12 +45,12 @@ def check(problem: Problem, partition: Partition) -> None:
 def _check_devices(problem: Problem, partition: Partition) -> None:
     chunks = len(partition.loads)
     if len(partition.devices) != chunks:
-        raise PartitionError(f"partition: {len(partition.devices)} devices for {chunks} chunks")
+        raise PartitionError(f"partition: {len(partition.devices)} devices for {chunks} chunks; expected one per chunk")
     if problem.any_order:
         if len(set(partition.devices)) != chunks:
-            raise PartitionError(f"partition: a device is used twice: {partition.devices}")
+            raise PartitionError(f"partition: the devices are {partition.devices}; expected each device at most once")
     elif list(partition.devices) != [problem.device(chunk) for chunk in range(chunks)]:
-        raise PartitionError(f"partition: the devices {partition.devices} are not those of the problem")
+        raise PartitionError(f"partition: the devices are {partition.devices}; expected those of the problem, in order")
 
 
 def _check_loads(problem: Problem, partition: Partition) -> None:
@@ -73,10 +75,10 @@ def _check_loads(problem: Problem, partition: Partition) -> None:
         raise PartitionError(f"partition: bottleneck {partition.bottleneck}; expected {max(partition.loads)}")
     if partition.lower_bound > partition.bottleneck * (1 + _CLOSE):
         raise PartitionError(
-            f"partition: the bound {partition.lower_bound} is above the bottleneck {partition.bottleneck}"
+            f"partition: the bound is {partition.lower_bound}; expected at most the bottleneck, {partition.bottleneck}"
         )
     if partition.proved and partition.gap > 1e-6:
-        raise PartitionError(f"partition: it is marked as proved, but has a gap of {partition.gap}")
+        raise PartitionError(f"partition: marked as proved to be optimal, but the gap is {partition.gap}; expected 0")
 
 
 def _check_memory(problem: Problem, partition: Partition) -> None:

@@ -56,7 +56,7 @@ class DevicesUsed:
     used: float
     """Work (relative to the fastest device) that these devices can do per tick of the bottleneck."""
     left: float
-    """The same for the devices that are still to come."""
+    """Work (relative to the fastest device) that the remaining devices can do per tick of the bottleneck."""
     final: bool
 
 
@@ -127,7 +127,7 @@ def _place(problem: Problem, chunk: int, device: int, chunks: int, microbatches:
 
 
 def _pool(problem: Problem, slowness: Sequence[float], chunks: int, microbatches: int) -> DeviceOrders:
-    """All ways to take devices from a pool, where equal devices are not told apart."""
+    """All ways to take devices from a pool; equal devices are not distinguished."""
     groups: dict[tuple[int, float, bool], list[int]] = {}
     for index, (kind, device) in enumerate(zip(problem.device_kinds, problem.devices)):
         groups.setdefault((kind, device.memory, device.communicates), []).append(index)

@@ -7,7 +7,7 @@ pins of tensor ``x`` in ``I``, both follow from the tensors on the border of ``J
     received = border(I) - sum over x on the border of J with 0 < n(I, x) = n(J, x)
     sent     = sum over x on the border of J with n(I, x) = 0
 
-A tensor on the border of ``J`` is on the border of ``I`` too, or has no pin in ``I``: borders are all that is needed.
+A tensor on the border of ``J`` is on the border of ``I`` too, or has no pin in ``I``, so only borders are stored.
 
 Most downsets of a long model are a full prefix of the units, a few units of the part that is being worked on, and
 nothing after it. So downsets are handled in blocks of similar size, and only the units between the shortest full prefix

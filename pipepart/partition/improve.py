@@ -1,7 +1,7 @@
 """Better cuts near known ones: several good orders, and small moves at every border, in one exact search.
 
 The prefixes of different orders are downsets of the same graph, so a path may change from one order to another; and a
-downset stays one if a ready unit is added or a last unit is taken away. The search over the union of all of these is
+downset remains a downset if a ready unit is added or a last unit is removed. The search over the union of all of these is
 exact, so each round takes the best combination of moves at all borders at once.
 """
 

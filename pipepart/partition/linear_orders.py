@@ -96,7 +96,7 @@ class LinearStates:
 
 
 def linear_orders(costs: UnitCosts) -> list[tuple[str, list[int]]]:
-    """Different topological orders with their names, the program's first. All of them respect forced cuts."""
+    """Different topological orders with their names, the program order first. All of them respect forced cuts."""
     graph = costs.graph
     last = max(graph.side)
     mirrored_side = [last - side for side in graph.side]

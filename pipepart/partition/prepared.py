@@ -1,6 +1,6 @@
-"""Everything that the search needs of a problem, independent of the number of chunks: made once and kept.
+"""The reduced costs and the states of a problem, computed once and kept for searches with other numbers of chunks.
 
-A planner asks about the same model for many numbers of chunks and micro-batches. Units, orders and downsets stay the
+A planner partitions the same model for many numbers of chunks and micro-batches. Units, orders and downsets stay the
 same, and so do the reductions: units without work join a neighbour, wherever no better cut lies between the two.
 
 Let ``v`` have no work and no memory. Moving ``v`` to the chunk of a neighbour changes no compute, so only the tensors
@@ -82,7 +82,7 @@ class Prepared:
         return self.costs.units // 8 + 8 * len(self.costs.amounts.compute) * 3 + 1000
 
     def forget(self) -> None:
-        """Release everything that is too large to be kept for the next question."""
+        """Release everything that is too large to be kept for the next search."""
         made = self.__dict__
         for states in (made.get("chain"), made.get("downsets"), *(states for _, states in made.get("orders", ()))):
             if states is not None:

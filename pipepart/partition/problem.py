@@ -82,7 +82,7 @@ class Problem:
     tensors: tuple[Tensor, ...] | None = None
     """Tensors that can cross cuts, for published graphs; ``None``: one tensor per op that has users."""
     devices: tuple[Device, ...] = (Device(),)
-    """One for all, or one per stage in pipeline order."""
+    """One device for all stages, or one per stage in pipeline order."""
     placement: tuple[int, ...] | None = None
     """Stage of each chunk; ``None``: chunk c is on stage c."""
     any_order: bool = False
@@ -90,7 +90,7 @@ class Problem:
     fewer: bool = False
     """Whether chunks (and devices) may stay unused."""
     links: tuple[Link, ...] = (Link(),)
-    """One for all, or one per cut between neighbouring chunks.
+    """One link for all cuts, or one per cut between neighbouring chunks.
 
     A chunk receives over the link before it and sends over the link after it.
     """

@@ -1,4 +1,4 @@
-"""Partitions: the result of the search, simple ones to compare with, and the costs of their chunks by definition."""
+"""Partitions: the result of the search, simple partitions for comparison, and the costs of chunks by definition."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Partition:
     bottleneck: float
     """The largest load."""
     lower_bound: float
-    """No partition into this many chunks has a smaller bottleneck."""
+    """Lower bound of the bottleneck of every partition into this many chunks."""
     gap: float
     """``(bottleneck - lower_bound) / lower_bound``: the most that a better partition could save."""
     proved: bool

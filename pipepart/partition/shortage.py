@@ -49,8 +49,8 @@ def nothing_fits(problem: Problem, graph: UnitGraph, chunks: int, microbatches: 
     if least is None or least[0] <= 0:
         # Memory suffices. Devices that cannot run some ops, or forced cuts, leave no partition.
         return PartitionError(
-            f"partition: no cut into {chunks} chunks is possible on these devices: some ops cannot run where they "
-            "would have to, or several chunks of a stage together do not fit; give other devices, fewer forced "
+            f"partition: no cut into {chunks} chunks is possible on these devices: some ops cannot run on the devices "
+            "that are left for them, or several chunks of a stage together do not fit; use other devices, fewer forced "
             "cuts, or more memory"
         )
     over, chunk, device = least

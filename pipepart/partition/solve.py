@@ -50,7 +50,7 @@ class _Outcome:
     states: States
     found: Found
     bound: int
-    """Ticks that no bottleneck is below."""
+    """Lower bound of the bottleneck, in ticks."""
     method: str
 
 
@@ -91,7 +91,7 @@ def partition(problem: Problem, chunks: int, *, microbatches: int = 1, slack: fl
 def _as_partition(
     problem: Problem, prepared: Prepared, outcome: _Outcome, microbatches: int, lower_bound: float
 ) -> Partition:
-    """The partition of a path of states: the chunk of a unit is the number of cuts that it is not before."""
+    """The partition of a path of states: the chunk of a unit is the number of cuts before it."""
     chunk_of = np.zeros(prepared.costs.units, dtype=np.int64)
     for state in outcome.found.path[1:-1]:
         chunk_of += 1
@@ -114,7 +114,7 @@ def _memory_matters(costs: UnitCosts, devices: DeviceOrders) -> bool:
 
 
 def _work_bound(costs: UnitCosts, devices: DeviceOrders) -> int:
-    """No bottleneck is below the work over the devices, or below the largest unit."""
+    """Lower bound of the bottleneck: the work divided over the devices, or the largest unit."""
     total = int(costs.amounts.least.sum())
     spread = math.floor(total / devices.nodes[0].left * (1 - 1e-12))
     return max(spread, int(costs.amounts.least.max()), 1)

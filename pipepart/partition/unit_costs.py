@@ -120,7 +120,7 @@ class UnitCosts:
     keeps: bool
     """Whether chunks may keep their saved tensors."""
     recomputes: bool
-    """Chunks may recompute."""
+    """Whether chunks may recompute."""
     scale: float
     """Ticks per second."""
     slowness: tuple[float, ...]

@@ -44,8 +44,8 @@ class UnitGraph:
         count = len(self.members)
         if count < chunks:
             raise PartitionError(
-                f"partition: {chunks} stages were asked for, but the model can be cut into {count} at most{hint}: "
-                f"ask for {count} or fewer"
+                f"partition: {chunks} chunks were requested, but the model can be cut into {count} at most{hint}: "
+                f"use stages and chunks with a product of {count} or less"
             )
 
 
@@ -62,7 +62,7 @@ def unit_graph(problem: Problem) -> UnitGraph:
             first, last = problem.name(members[0]), problem.name(members[-1])
             cut = next(c for c in problem.split_at if members[0] < c <= members[-1])
             raise PartitionError(
-                f"partition: split_at wants a cut before {problem.name(cut)}, but {first} before it and {last} "
+                f"partition: split_at requires a cut before {problem.name(cut)}, but {first} before it and {last} "
                 "after it must stay in one chunk: move the cut, or leave it to the search"
             )
     return graph

@@ -12,7 +12,8 @@
     plan        the plan and its file <-- finish <-- search       the best of all; entry: `plan` for users
     describe, transfer                                             read plans
 
-Knows graphs, costs, partitions and schedules, for a cluster that need not exist. Knows nothing of processes.
+The package knows op graphs, costs, partitions and schedules, for a cluster that need not exist. It must not know processes
+or Lightning.
 """
 
 from pipepart.planning.chunks import ChunkPlan, StageMemory, Traffic

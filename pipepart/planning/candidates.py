@@ -47,7 +47,7 @@ class Candidate:
     bound: float
     """Seconds that no split of this candidate can beat, weighted in the same way."""
     usual: bool = False
-    """Whether its number of micro-batches is the usual one."""
+    """Whether the shape has the usual number of micro-batches."""
 
     @property
     def actions(self) -> int:

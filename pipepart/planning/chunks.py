@@ -1,7 +1,7 @@
 """The parts of a split: its chunks with their costs, the traffic between them, and the memory of their stages.
 
 A `ChunkPlan` is the one description of a chunk, from pricing to the plan file. `ChunkCosts` of the schedule room holds the
-same seconds by column, since the simulator knows nothing of parameters and memory.
+same seconds by column, since the simulator does not know parameters and memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ChunkPlan:
     stage: int
     ops: int
     first: str
-    """Module path of its first op that has one."""
+    """Module path of the first op in a module."""
     last: str
-    """Module path of its last op that has one."""
+    """Module path of the last op in a module."""
     parameters: int
     parameter_bytes: int
     saved_bytes: int
@@ -105,7 +105,7 @@ class Priced:
     placement: tuple[int, ...]
     """Chunk -> stage."""
     chunks: tuple[ChunkPlan, ...]
-    """Without module paths and numbers of parameters, which only a plan needs."""
+    """The chunks, without module paths and numbers of parameters, which only a plan needs."""
     scratch_bytes: tuple[float, ...]
     """Per chunk: bytes that exist while its ops run."""
     traffic: tuple[Traffic, ...]

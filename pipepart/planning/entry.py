@@ -83,7 +83,7 @@ class Target:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The precision in which ops are measured."""
     variant: str = ""
-    """The name of that precision."""
+    """The name of the precision in which ops are measured."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -101,7 +101,7 @@ def plan_for(
 ) -> Plan:
     """Make the plan that `plan` returns. The command line calls this to plan for one loader per replica."""
     stages, microbatches = options.stages, options.microbatches
-    if options.schedule.endswith(".csv"):  # it fixes the numbers of stages and micro-batches
+    if options.schedule.endswith(".csv"):  # the file fixes the numbers of stages and micro-batches
         written = read_csv(options.schedule)
         stages = written.stages if stages == "auto" else stages
         microbatches = written.microbatches if microbatches == "auto" else microbatches

@@ -53,7 +53,7 @@ def make_plan(case: Case, split: Split, tried: Sequence[tuple[str, float]] = ())
 
 
 def _bottleneck_gap(case: Case, split: Split) -> float:
-    """Return how far the slowest stage is above the least possible one at most, as a fraction."""
+    """Return an upper bound of the distance of the slowest stage from the optimum, as a fraction."""
     least = case.least_slowest(split.choice.chunks)
     work = [0.0] * case.shape.stages
     for chunk in split.priced.chunks:
@@ -98,7 +98,7 @@ def nothing_fits(case: Case, best: Split) -> PlanError:
 
 
 def _what_would_fit(case: Case, choice: ScheduleChoice) -> list[str]:
-    """Return the single changes that make it fit: recompute, smaller micro-batches, more stages. Each is tried."""
+    """Return the single changes that make the model fit: recompute, smaller micro-batches, more stages. Each is tried."""
     pricing, request, shape, layout = case.pricing, case.request, case.shape, case.pricing.layout
     options = []
     if request.recompute is False:

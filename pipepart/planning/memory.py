@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 _AT_WORK = 3
 """Tensors of the size of an op's output that exist while its backward runs: two gradients and one in between."""
 _AT_CONVOLUTION = 5
-"""The same for an op that changes the layout of its tensors before it computes, as measured."""
+"""Tensors of the size of the output that exist during the backward of an op that changes layouts first, as measured."""
 _EARLY = 2
 """Messages that a stage receives before they are needed."""
 
@@ -124,7 +124,7 @@ class FittingRecompute:
     over: float
     """Bytes by which the worst stage exceeds its memory; 0: all stages fit."""
     worst: int
-    """That stage."""
+    """The stage that exceeds its memory most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +230,7 @@ class MemoryModel:
 
 
 def _activations(priced: Priced, schedule: Schedule, stage: int, recompute: Collection[int]) -> int:
-    """Return the bytes that a stage keeps for backward at its peak, if these chunks recompute.
+    """Return the largest number of bytes that a stage keeps for backward in a step, if these chunks recompute.
 
     A chunk that recomputes holds its saved tensors again for one micro-batch. Between the two halves of a split backward
     all of them are assumed to stay.

@@ -211,13 +211,14 @@ def _check(plan: Plan) -> None:
     if any(chunk >= chunks for chunk in plan.chunk_of):
         raise PlanError(f"chunk_of has an entry {max(plan.chunk_of)}; expected chunks below {chunks}")
     if any(chunk.stage != stage for chunk, stage in zip(plan.chunks, plan.placement)):
-        raise PlanError("stage of a chunk differs from placement")
+        raise PlanError("the stage of a chunk differs from placement; expected the same stages in both")
     if not plan.actions and plan.schedule not in SCHEDULES:
         raise PlanError(f"schedule {shortened(plan.schedule)} is not known: {did_you_mean(plan.schedule, SCHEDULES)}")
     schedule = plan.make_schedule() if plan.actions else plan.make_schedule(1)
     if schedule.placement != plan.placement:
         raise PlanError(
-            f"schedule {shortened(plan.schedule)} places its chunks on stages {list(schedule.placement)!s:.80}"
+            f"placement is {list(plan.placement)!s:.80}; expected {list(schedule.placement)!s:.80}, as schedule "
+            f"{shortened(plan.schedule)} places its chunks"
         )
     _ = plan.edges, plan.costs  # these check the chunks that traffic and ties name
 
@@ -227,6 +228,8 @@ def _first_microbatches(schedule: Schedule, count: int) -> Schedule:
     if count == schedule.microbatches:
         return schedule
     if count > schedule.microbatches:
-        raise PlanError(f"schedule {schedule.name!r} is for {schedule.microbatches} micro-batches, asked for {count}")
+        raise PlanError(
+            f"schedule {schedule.name!r} is for {schedule.microbatches} micro-batches; expected no more, got {count}"
+        )
     kept = tuple(tuple(action for action in actions if action.microbatch < count) for actions in schedule.actions)
     return Schedule(schedule.name, schedule.stages, count, schedule.placement, kept)

@@ -58,7 +58,7 @@ class Pricing:
 
     graph: OpGraph
     costs: tuple[OpCosts, ...]
-    """One entry for all stages, or one per stage."""
+    """Costs of the ops: one entry for all stages, or one per stage."""
     sizes: Mapping[str, ParameterSize]
     layout: Layout
     optimizer_factor: float = 2.0

@@ -91,7 +91,7 @@ class ScheduleChoice:
 class PlanOptions:
     """The options that decide the plan. ``"auto"`` leaves a choice to planning.
 
-    The annotation of an option declares its type and its range. Options with an invalid value cannot be made.
+    The annotation of an option declares its type and its range. An invalid value raises an error.
     """
 
     stages: Count | Literal["auto"] = "auto"
@@ -125,7 +125,7 @@ class PlanOptions:
 
     @classmethod
     def among(cls: type[_Options], values: Mapping[str, Any]) -> _Options:
-        """Make the options from the entries that have the name of one: a section of a configuration, or ``locals()``.
+        """Make the options from the entries that have the name of an option: a section of a configuration, ``locals()``.
 
         A function that passes its arguments by ``locals()`` has a signature that tests/test_options.py compares with the
         fields of this class, types included.
@@ -212,7 +212,7 @@ def check_schedule(schedule: str) -> None:
 
 
 def auto_microbatches(stages: int, batch_size: int) -> int:
-    """Return the usual number of micro-batches, which needs no measurement.
+    """Return the usual number of micro-batches, without a measurement.
 
     Four micro-batches per stage keep the bubble of a balanced pipeline below a fifth; one stage needs only one.
     """

@@ -40,7 +40,7 @@ _MOST = 48
 _MOST_ACTIONS = 60_000
 """Schedules of more actions are tried only if there is no shorter one."""
 _MOST_CUTTING = 200_000
-"""The same limit for ops times chunks, since the time to search a cut grows with it."""
+"""Candidates with a larger product of ops and chunks are also tried only if there is no other: searching a cut takes long."""
 _EFFORT = 1_000_000
 """Actions that are simulated in total before the moves; the search for a cut counts as some of them."""
 _MOVED = 4

@@ -119,7 +119,7 @@ class Case:
     def best(self, choice: ScheduleChoice, moves: bool = True) -> Split:
         """Return the best split that is found for this schedule; it may exceed the memory (see `Split.fits`).
 
-        Without ``moves`` it is a quick look: long schedules are then simulated for the exact split only.
+        Without ``moves`` the search is quick: long schedules are then simulated for the exact split only.
         """
         schedule = self.make_schedule(choice)
         problem = self.problem(schedule.placement)
@@ -249,7 +249,7 @@ class Mover:
         return Improved(units[self._unit_of], best, spent)
 
     def _over(self, units: Ints, cut: int) -> Iterator[Ints]:
-        """Yield splits with the last units before the cut moved behind it, or the first units behind it before it."""
+        """Yield splits with the last units before the cut moved behind it, or the first units behind it moved before it."""
         before = np.flatnonzero(units == cut)
         after = np.flatnonzero(units == cut + 1)
         # Units are numbered in a topological order, so the end of a chunk can go to the next one, and the start of
@@ -262,7 +262,7 @@ class Mover:
                     yield moved
 
     def _sizes(self, members: Ints) -> list[int]:
-        """Return numbers of units to move: those that end with one that takes time, and never all of them."""
+        """Return numbers of units to move, such that a few units with work move, and never all units."""
         heavy = [i + 1 for i, seconds in enumerate(self._seconds[members]) if seconds > 0]
         # A unit that takes no time goes with its neighbour or stays. Both are tried, since the traffic differs.
         sizes = {heavy[size - 1] for size in _MOVE_SIZES if size < len(heavy)}

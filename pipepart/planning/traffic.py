@@ -60,7 +60,7 @@ class OutputTraffic:
 
     @cached_property
     def sent_back(self) -> Floats:
-        """Bytes of the gradient of each op's output; at least one, since a gradient of no bytes is waited for as well."""
+        """Bytes of the gradient of each op's output; at least one, since a chunk also waits for a gradient of no bytes."""
         back = [op.requires_grad and not op.replicable for op in self.graph.ops]
         return np.where(back, np.maximum(self.sent, 1.0), 0.0)
 

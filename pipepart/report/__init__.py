@@ -5,7 +5,7 @@
     plan, timelines, graph_view -> page (HTML), svg, text (terminal), perfetto (traces), figures (trackers)
     run_folder                  -> finds these files, writes pages
 
-Knows plans, timelines and graphs. Knows nothing of the runtime and of Lightning.
+The package knows plans, timelines and graphs. It must not know processes or Lightning.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The graph of a page: names, places and sizes of ops, without tensors, modules or functions.
 
-It has a file, so that a run folder can be viewed without the model.
+`save_graph` writes it to a file, so that a run folder can be viewed without the model.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ EXACT_EVENTS = 20_000
 
 @dataclasses.dataclass(frozen=True)
 class MemoryModel:
-    """Figures of memory that replace those of the plan. None: those of the plan."""
+    """Figures of memory that replace those of the plan; None keeps a figure of the plan."""
 
     optimizer_states: float | None = None
     """Bytes that the optimizer keeps per byte of weights: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
@@ -101,7 +101,8 @@ def make_payload(
         )
     if measured is not None and measured.stages != plan.stages:
         raise PlanError(
-            f"the measured timeline has {measured.stages} stages, the plan {plan.stages}; give its own trace"
+            f"the measured timeline has {measured.stages} stages; expected {plan.stages}, as the plan has. Give a trace of "
+            "this plan."
         )
     if measured_step is None and measured is not None:
         measured_step = measured.step_time

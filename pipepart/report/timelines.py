@@ -77,7 +77,7 @@ class _Columns:
     chunk: tuple[_Number, ...]
     microbatch: tuple[_Number, ...]
     peer: tuple[Annotated[int, Range(-1, _MOST)], ...]
-    """-1: none."""
+    """Chunk at the other end of a message; -1: the action has none."""
     payload: tuple[Annotated[int, Range(0, len(_PAYLOADS) - 1)], ...]
     start: tuple[float, ...]
     end: tuple[float, ...]

@@ -109,7 +109,7 @@ class BatchStatistics:
 
 
 def _refuse_functions(chunk: Chunk) -> None:
-    """Refuse calls of the function, which have no layer whose buffers can be read."""
+    """Refuse calls of BatchNorm as a function, which have no layer whose buffers can be read."""
     for node in chunk.module.graph.nodes:
         if node.op == "call_function" and getattr(node.target, "__name__", "") in ("batch_norm", "native_batch_norm"):
             raise ConfigError(

@@ -33,7 +33,7 @@ class RecordedStep:
     name: str
     recording: Recording
     cut: TailCut | None = None
-    """The beginning of its tail; None if it has no tail."""
+    """The beginning of the tail of the step; None without a tail."""
     averaged: Collection[int] = ()
     """Outputs whose values are averaged over replicas after the step."""
 
@@ -74,7 +74,7 @@ class ChunkedStep:
     recording: Recording
     chunks: tuple[Chunk, ...]
     weighed: Weighed
-    """The recording, or the rest of it without its tail, with the weights of the whole batch."""
+    """The recording without its tail, with the weights of the whole batch."""
     tail: Tail | None = None
 
     @property

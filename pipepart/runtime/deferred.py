@@ -1,6 +1,6 @@
 """Backward in two halves: the gradient of the input first (`I`), the gradient of the weight later (`W`).
 
-The graph of a chunk calls its layers through references, so an autograd function can stand in for a layer. `I` runs the
+The graph of a chunk calls its layers through references, so an autograd function can replace a layer. `I` runs the
 ordinary backward while a queue is open, and `W` runs the work in the queue. Other layers, and layers with hooks, run their
 whole backward in `I`, which is correct but defers less.
 """
@@ -62,7 +62,7 @@ def _plain(layer: Any) -> bool:
 
 
 class _Deferred:
-    """Stands in for a layer where a chunk calls it."""
+    """Replaces a layer in the graph of a chunk."""
 
     def __init__(self, layer: nn.Module, apply: Callable[..., torch.Tensor]) -> None:
         self.layer, self._apply = layer, apply

@@ -88,7 +88,7 @@ class _Stash:
     roots: dict[str, torch.Tensor] = field(default_factory=dict)
     """Exported tensors (or the loss) that receive gradients, by edge name."""
     specs: dict[str, TensorSpec] = field(default_factory=dict)
-    """The forms of these gradients."""
+    """The forms of the gradients that exported tensors receive, by edge name."""
     rerun: tuple[list[Any], RandomState] | None = None
     """The arguments of the forward of a chunk that recomputes."""
 

@@ -1,4 +1,4 @@
-"""Failures of ranks: the first rank that fails leaves the cause in the store of the job, and all other ranks show it."""
+"""Failures of ranks: the first rank that fails writes the cause into the store of the job, and all other ranks show it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _told(error: Exception, groups: Groups) -> Exception:
 
 
 def check_others(groups: Groups) -> None:
-    """Raise `Stopped` if another rank has failed in this attempt, so that waiting for it is in vain."""
+    """Raise `Stopped` if another rank has failed in this attempt, instead of waiting for it."""
     cause = _first_cause(groups)
     if cause is not None:
         raise Stopped(_stopped(groups, cause))
@@ -126,7 +126,7 @@ def _hang_report(groups: Groups, error: BaseException) -> str:
     lines = [f"{groups.where} reached its timeout. Ranks that wait:", *(f"  {said[rank]}" for rank in sorted(said))]
     if silent:
         lines.append(
-            f"  nothing from {', '.join(silent)}: stopped, stuck, or still computing. Look at these ranks first; if they "
+            f"  no report from {', '.join(silent)}: stopped, stuck, or still computing. Look at these ranks first; if they "
             "are computing, set a larger timeout."
         )
     return "\n".join(lines)

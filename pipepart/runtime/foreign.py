@@ -37,7 +37,7 @@ _NORMS = {
     ("lightning.fabric.utilities.grads", "grad_norm"),
     ("pytorch_lightning.utilities.grads", "grad_norm"),
 }
-"""Functions that compute a norm over all gradients that they find, which would be that of one stage only."""
+"""Functions that compute a norm over all gradients that they find, which would be the norm of one stage only."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class ForeignTensor(torch.Tensor):
             frame = frame.f_back
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _NORMS:
             raise ForeignTensorError(
-                f"{frame.f_code.co_name}() takes the norm of the gradients it finds, and that of parameter {self.place.name!r} "
-                f"is on stage {self.place.stage} (rank {self.place.rank}). Do one of these: use gradient_clip_val or "
-                "self.clip_gradients(...), which clip by the norm over all stages; or put the code, on every rank, inside "
-                "`with trainer.strategy.whole_parameters(gradients=True):`."
+                f"{frame.f_code.co_name}() takes the norm of the gradients it finds, and the gradient of parameter "
+                f"{self.place.name!r} is on stage {self.place.stage} (rank {self.place.rank}). Do one of these: use "
+                "gradient_clip_val or self.clip_gradients(...), which clip by the norm over all stages; or put the code, on "
+                "every rank, inside `with trainer.strategy.whole_parameters(gradients=True):`."
             )
         return None
 
@@ -139,7 +139,7 @@ class ForeignTensor(torch.Tensor):
         self.place.refuse("saving (pickling) it")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.place.refuse("an array of it")
+        self.place.refuse("converting it to an array")
 
 
 def _refusing(method: str) -> Any:

@@ -117,7 +117,7 @@ class Parts:
         self.whole = self._groups.mesh.stages == 1
 
     def drop_empty_buffers(self) -> None:
-        """Make buffers of other stages foreign that have no memory, since the model was built on the meta device."""
+        """Make buffers of other stages foreign if they have no memory, since the model was built on the meta device."""
         for name, buffer in list(self.root.named_buffers()):
             if buffer.is_meta and name not in self._held_buffers and not isinstance(buffer, ForeignTensor):
                 place = self._place(name, "buffer", self._ownership.buffers[name])
@@ -319,7 +319,7 @@ class Parts:
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(
                 f"the state dict does not fit {type(self.root).__name__}: missing {sorted(missing)}, "
-                f"unexpected {sorted(result.unexpected_keys)}"
+                f"unexpected {sorted(result.unexpected_keys)}. Load a state dict of this model, or use strict=False."
             )
 
 

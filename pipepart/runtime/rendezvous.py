@@ -52,7 +52,7 @@ atexit.register(_jobs.close)
 
 
 def join_job(timeout: timedelta) -> torch.device:
-    """Initialise `torch.distributed`, unless it is, from the variables of torchrun. Returns the device of this rank."""
+    """Initialise `torch.distributed` from the variables of torchrun, if needed. Returns the device of this rank."""
     device = local_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -110,7 +110,7 @@ def name_job(nodes: int) -> None:
 
     So two jobs never meet, even if they were told the same port.
     """
-    os.environ.pop(_FOLDER, None)  # that of a job around this one
+    os.environ.pop(_FOLDER, None)  # the folder of an enclosing job
     if nodes == 1:
         _jobs.enter_context(job_folder())
 
@@ -143,7 +143,10 @@ def meeting_store(
 
 
 def _job_around() -> str | None:
-    """Return the folder of the job of this process. The folder of a job that has met is gone: then it is another job's."""
+    """Return the folder of the job of this process; None without one.
+
+    A folder that this process has not opened and that no longer exists belongs to another job, which has met and removed it.
+    """
     folder = os.environ.get(_FOLDER)
     return folder if folder and (folder in _opened or os.path.isdir(folder)) else None
 
@@ -191,7 +194,11 @@ def _file_store(folder: str) -> dist.Store:
     try:
         found = os.fstat(place)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise PermissionError(f"the folder {folder} is not private to user {os.geteuid()}")
+            raise PermissionError(
+                f"the folder {folder}, in which the processes of this job meet, is not private to user {os.geteuid()}; "
+                "expected this user as its owner, and no access for others. "
+                f"Start the job again, without {_FOLDER} if you have set it."
+            )
         file = os.open(_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
     finally:
         os.close(place)
@@ -204,7 +211,7 @@ def _file_store(folder: str) -> dist.Store:
 
 
 def _arrive(store: dist.Store, folder: str, rank: int, size: int, timeout: timedelta) -> None:
-    """Tell that this rank has opened the store. When all have, rank 0 removes the file and, if empty, its folder."""
+    """Announce that this rank has opened the store. When all have, rank 0 removes the file and, if empty, its folder."""
     store.set_timeout(timeout)
     if store.add("arrived", 1) == size:
         store.set("all arrived", "")
@@ -293,7 +300,7 @@ def _listen(port: int) -> int:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(1024)
-    except OSError as error:  # another port is no way out: the other ranks know this one only
+    except OSError as error:  # another port would not help: the other ranks know this one only
         listener.close()
         raise ConfigError(
             f"rank 0 of this job cannot listen on 127.0.0.1:{port}, the port where its ranks meet: {error}. Another job may "

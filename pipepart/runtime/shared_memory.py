@@ -1,7 +1,7 @@
 """Transport between CPU processes of one host: tensors go through shared memory, notices through a local socket.
 
 Each pair of stages has one socket. The sender copies a tensor into a segment of shared memory and sends a small notice.
-The receiver copies the tensor out, and one of its next notices tells that the segment is free. There is no polling, and a
+The receiver copies the tensor out, and one of its next notices reports that the segment is free. There is no polling, and a
 send does not wait: if no segment is free, it makes a new one. Segments (memory files, passed by descriptor) and sockets
 (abstract names) are not in the file system, so a killed process leaves nothing behind, and the end of its socket tells its
 peers at once.
@@ -39,7 +39,7 @@ _ROOM_FOR_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i")) if hasattr(socket
 _LEAST = 1 << 12  # bytes of the smallest segment
 _LOOK = 1.0  # seconds between two looks at failures of other ranks
 _PROOF = 32  # bytes
-_HELLO = struct.Struct(f"<Q{_PROOF}s")  # the stage that connects and its proof
+_HELLO = struct.Struct(f"<Q{_PROOF}s")  # the stage that connects and its digest
 _PATIENCE = 5.0  # seconds in which a process that connects must greet
 _BACKLOG = 128
 
@@ -279,7 +279,7 @@ def _answer(
     found: dict[int, socket.socket] = {}
     silent: dict[
         int, tuple[socket.socket, float]
-    ] = {}  # by descriptor: connections without a word, and their deadlines
+    ] = {}  # by descriptor: connections without a greeting, and their deadlines
     ready = select.poll()
     ready.register(listener, select.POLLIN)
     while len(found) < groups.stage:
@@ -335,5 +335,5 @@ def _is_own(connection: socket.socket) -> bool:
 
 
 def _proof(groups: Groups, source: int, target: int) -> bytes:
-    """Return the proof of stage `source` to stage `target` that it knows the key of the job."""
+    """Return the digest by which stage `source` shows stage `target` that it knows the key of the job."""
     return hmac.digest(groups.key, f"{groups.number}/{groups.replica}/{source}/{target}".encode(), "sha256")

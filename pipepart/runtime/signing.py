@@ -26,6 +26,6 @@ def verified(data: bytes, groups: Groups) -> Any:
     if not hmac.compare_digest(data[:_SIGNATURE], hmac.digest(groups.key, content, "sha256")):
         raise PipelineError(
             f"{groups.where} has received an object that no rank of this job has signed, and has not read it. Another process "
-            "may have connected to this job, or PIPEPART_TOKEN differs between its hosts."
+            "may have connected to this job, or PIPEPART_TOKEN differs between its hosts: set it to one value on all hosts."
         )
     return pickle.loads(content)

@@ -170,11 +170,11 @@ class StageRuntime:
         return self.steps.evaluate(name, request)
 
     def from_first(self, value: Any) -> Any:
-        """Return the plain value of the stage that reads the batch on all stages of the replica; all must call it."""
+        """Return, on all stages of the replica, the plain value of the first stage, which reads the batch; all must call it."""
         return self.steps.share(value, self.plan.placement[0])
 
     def from_last(self, value: Any) -> Any:
-        """Return the plain value of the last stage on all stages of the replica; all must call it."""
+        """Return, on all stages of the replica, the plain value of the last stage; all must call it."""
         return self.steps.share(value, self.plan.placement[-1])
 
     # ---- parameters and gradients

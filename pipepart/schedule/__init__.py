@@ -1,4 +1,4 @@
-"""Schedule: lists of actions as data, with their proof, their messages and their times.
+"""Schedule: lists of actions as data, with their validation, their messages and their times.
 
 ::
 
@@ -9,7 +9,7 @@
        |
     dependencies   ActionGraph: the actions that each action needs
     messages       messages_of(): SEND and RECV of each stage; checks of explicit messages
-    validate       validate(): the proof of a schedule
+    validate       validate(): checks that a schedule can be executed
        |
     chunk_costs    ChunkCosts: times of the actions; lower_bound() of the step
     simulate       simulate(): schedule and costs to a timeline

@@ -19,7 +19,7 @@ MESSAGES = ("SEND", "RECV")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of a stage's program, for one chunk and one micro-batch."""
+    """One entry of a stage's program, for one chunk and one micro-batch."""
 
     kind: str
     """``F`` ``B`` ``I`` ``W`` compute; ``SEND`` ``RECV`` communicate; ``REDUCE`` sums gradients (replicas, ties)."""

@@ -116,7 +116,7 @@ class ActionGraph:
         )
 
     def linear_order(self) -> list[int]:
-        """One order of all actions that keeps every stage's own order and every need. Raises an error if there is none.
+        """One order of all actions that keeps the order of each stage and all dependencies; an error if there is none.
 
         The order is breadth first, so that it resembles time: stages advance together as far as they can.
         """
@@ -138,7 +138,7 @@ class ActionGraph:
 
     def explain_stall(self, done: set[int]) -> str:
         """Error text: the next action of each stage, and the action that it waits for."""
-        lines = [f"{self.schedule.name}: this order cannot be carried out; every stage left waits for another:"]
+        lines = [f"{self.schedule.name}: this order cannot be carried out; every unfinished stage waits for another:"]
         for stage in range(self.schedule.stages):
             stuck = next((n for n in range(self.first[stage], self.first[stage + 1]) if n not in done), None)
             if stuck is None:

@@ -84,7 +84,7 @@ def make_schedule(
             raise ScheduleError(f"schedule {name!r}: {what} is {value!r}; expected a whole number >= {least}")
     if slack and (kind is None or not kind.takes_slack):
         takers = ", ".join(k.name for k in SCHEDULES.values() if k.takes_slack)
-        raise ScheduleError(f"schedule {name!r} takes no slack, got slack={slack}; those that do: {takers}")
+        raise ScheduleError(f"schedule {name!r} takes no slack, got slack={slack}; schedules that do: {takers}")
     if placement is not None:
         if name != "forward":
             raise ScheduleError(f"schedule {name!r} places its chunks itself; only 'forward' takes a placement")
@@ -143,11 +143,11 @@ def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
         stage  2  ..01..AA2BB3CC4DD5EE.FF....
         stage  3  ...0AA1BB2CC3DD4EE5FF......
 
-    ``slack`` lets that many more micro-batches in at the first stage before its first backward, fewer at later stages
-    and none at the last: the slack is a stock between neighbours. The step time is the same if links are free and times
-    are exact; if times vary or links take time, a stage has other work while it waits. A slack of ``p - 1`` gives one
-    micro-batch of stock at every cut. The same extra on all stages would have no effect, since the stock between two
-    stages is the difference.
+    With ``slack``, the first stage starts that many more micro-batches before its first backward, later stages fewer and
+    the last none, so that micro-batches wait in reserve between neighbours. The step time is the same if links are free
+    and times are exact; if times vary or links take time, a stage has other work while it waits. A slack of ``p - 1``
+    gives a reserve of one micro-batch at every cut. The same number on all stages would have no effect, since the
+    reserve between two stages is the difference of their numbers.
     """
 
     def actions(stage: int) -> Iterator[Action]:
@@ -211,7 +211,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _delayed_weights(name: str, stages: int, microbatches: int, depth: int) -> Schedule:
-    """1F1B order with delayed ``W``: stage i lets in ``depth (p-1-i) + 1`` micro-batches, ``W`` lags by ``depth i``.
+    """1F1B order with delayed ``W``: stage i starts ``depth (p-1-i) + 1`` micro-batches, ``W`` lags by ``depth i``.
 
     Later stages have fewer micro-batches in flight and more delayed ``W``: the peak is the same on all stages, and the
     gradients travel upstream without waiting for any ``W``.

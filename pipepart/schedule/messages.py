@@ -1,7 +1,7 @@
-"""The messages of a schedule, and the proof that explicit messages of a program can be carried out.
+"""The messages of a schedule, and the check that explicit messages of a program can be carried out.
 
-Two ways of communicating are checked. *Blocking*: a SEND and its RECV are one moment, and both stages must stand before
-them (rendezvous). *Ordered*: SEND and RECV return at once, but all messages between two stages, both directions
+Two ways of communicating are checked. *Blocking*: a SEND and its RECV happen at one moment, when both stages have
+reached them (rendezvous). *Ordered*: SEND and RECV return at once, but all messages between two stages, both directions
 together, are carried out in one order, and a compute action waits for the messages that it uses (a NCCL communicator).
 """
 
@@ -40,7 +40,7 @@ class Messages:
     program: Program
     """Compute, SEND and RECV of each stage, in an order that even blocking sends (both ends meet) carry out.
 
-    Every list is a part of one global order in which a message is one moment, so no stages wait in a circle.
+    Every list is a part of one global order in which a message is one moment, so stages never wait in a circle.
     """
     channels: Mapping[Pair, tuple[Message, ...]]
     """Per (sender stage, receiver stage): the messages in the order of their sending."""
@@ -183,7 +183,7 @@ def _deadlock(name: str, how: str, waits: Mapping[int, tuple[Action, str]]) -> S
 
 
 def _meet(lists: Sequence[Sequence[int]]) -> list[int]:
-    """The number of messages of each stage (see `meetings`) that meet if both ends must stand before a message."""
+    """The number of messages of each stage (see `meetings`) that are exchanged if both ends must reach a message."""
     home = {message: stage for stage, mine in enumerate(lists) for message in mine}
     cursor = [0] * len(lists)
     active = list(range(len(lists)))
@@ -234,7 +234,7 @@ def _one_order(name: str, program: Lists, placement: Sequence[int]) -> dict[Pair
                 raise ScheduleError(
                     f"{name}: stages {low} and {high} do not agree on the order of their messages: message {at} is "
                     f"{mine} on stage {low} and {theirs} on stage {high}; over an ordered channel (NCCL) both would "
-                    "wait for ever"
+                    "wait forever; list the messages in one order"
                 )
         if len(left) != len(right):
             longer, stage = (left, low) if len(left) > len(right) else (right, high)
@@ -244,7 +244,7 @@ def _one_order(name: str, program: Lists, placement: Sequence[int]) -> dict[Pair
 
 
 def check_ordered(name: str, program: Lists, placement: Sequence[int]) -> None:
-    """Check that both ends of every pair issue the same messages in one order, with which every stage ends."""
+    """Check that both ends of every pair issue the same messages in one order, and that every stage finishes with it."""
     queues = _one_order(name, program, placement)
     inputs: defaultdict[tuple[str, int, int], list[Message]] = defaultdict(list)
     for action in (action for actions in program for action in actions if action.kind == "RECV"):

@@ -1,4 +1,4 @@
-"""A schedule in time, predicted by the simulator or measured by the runtime, and its critical path."""
+"""Timelines: the actions of a step with start and end, predicted or measured, and their critical path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Timeline:
     """All events of one step, and the figures that follow from them.
 
     Only compute actions keep a device busy. ``SEND`` events (the time on the link), ``RECV`` events (waiting) and
-    ``REDUCE`` events count for the length of the step, not as work.
+    ``REDUCE`` events count towards the length of the step, not as work.
     """
 
     stages: int

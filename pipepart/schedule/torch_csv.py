@@ -38,7 +38,7 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
     found = _CELL.fullmatch(cell)
     if found is None:
         raise ScheduleError(
-            f"{where}: {shortened(cell)} is no action; expected chunk, kind and micro-batch such as 2F0, 2B0, 2I0, 2W0, "
+            f"{where}: {shortened(cell)} is not an action; expected chunk, kind and micro-batch such as 2F0, 2B0, 2I0, 2W0, "
             "2SEND_F0 or 3RECV_F0"
         )
     chunk, kind, k = int(found[1]), found[2], int(found[3])
@@ -77,12 +77,12 @@ def _check_numbers(actions: Sequence[Action], where: str) -> None:
 
 
 def read_program(path: str | Path) -> tuple[tuple[Action, ...], ...]:
-    """All actions of each stage in a file, including messages, not proved (see `validate_program`)."""
+    """All actions of each stage in a file, including messages, without validation (see `validate_program`)."""
     return _parse(read_text(path, ScheduleError), f"schedule file {shortened(str(path), 300)}")
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule in a text, proved. SEND and RECV in it are ignored: messages follow from the schedule."""
+    """The validated schedule in a text. SEND and RECV in it are ignored: messages follow from the schedule."""
     schedule = compute_of(_parse(text, f"schedule {name!r}"), name)
     validate(schedule)
     return schedule
@@ -91,7 +91,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 def read_csv(
     path: str | Path, *, stages: int | None = None, microbatches: int | None = None, chunks: int | None = None
 ) -> Schedule:
-    """The schedule in a file, proved, named after the file (see `from_csv`).
+    """The validated schedule in a file, named after the file (see `from_csv`).
 
     Raises an error if it is for another number of stages, micro-batches, or chunks per stage than asked for.
     """
@@ -102,10 +102,10 @@ def read_csv(
         ("micro-batches", microbatches, schedule.microbatches),
     ):
         if asked is not None and asked != found:
-            raise ScheduleError(f"schedule file {str(path)!r} is for {found} {what}, asked for {asked}")
+            raise ScheduleError(f"schedule file {str(path)!r} is for {found} {what}; expected {asked}")
     if chunks is not None and chunks * schedule.stages != schedule.chunks:
         raise ScheduleError(
-            f"schedule file {str(path)!r} has {schedule.chunks} chunks, asked for {chunks} on each of "
+            f"schedule file {str(path)!r} has {schedule.chunks} chunks; expected {chunks} on each of "
             f"{schedule.stages} stages"
         )
     return schedule

@@ -1,4 +1,4 @@
-"""The proof that a schedule can be carried out, with its messages for the runtime."""
+"""The check that a schedule can be carried out, with its messages for the runtime."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Validated:
-    """A schedule that was proved. Its messages are computed on first use."""
+    """A schedule that was validated. Its messages are computed on first use."""
 
     schedule: Schedule = field(repr=False)
     edges: Edges
@@ -39,7 +39,7 @@ class Validated:
     """Stages of each tied group that spans several, in the order of the reductions after the last backward."""
     graph: ActionGraph = field(repr=False, compare=False)
     given: Program | None = field(default=None, repr=False)
-    """The lists with explicit messages that were proved, if any."""
+    """The validated lists with explicit messages, if any."""
 
     @cached_property
     def _messages(self) -> Messages:
@@ -85,7 +85,9 @@ def _check_form(schedule: Schedule) -> None:
     """Check that there is a list of actions per stage, and that every chunk is on a stage."""
     name = schedule.name
     if len(schedule.actions) != schedule.stages:
-        raise ScheduleError(f"{name}: {schedule.stages} stages, but lists of actions for {len(schedule.actions)}")
+        raise ScheduleError(
+            f"{name}: {schedule.stages} stages, but lists of actions for {len(schedule.actions)}; expected one per stage"
+        )
     for chunk, stage in enumerate(schedule.placement):
         if not 0 <= stage < schedule.stages:
             raise ScheduleError(f"{name}: chunk {chunk} is on stage {stage}; stages are 0..{schedule.stages - 1}")
@@ -131,7 +133,7 @@ def validate(
     activation: Sequence[float] | None = None,
     memory_limit: Sequence[float] | None = None,
 ) -> Validated:
-    """Prove that a schedule is complete, in an order that can be carried out, free of deadlocks, and within memory.
+    """Check that a schedule is complete, in an order that can be carried out, free of deadlocks, and within memory.
 
     Edges are pairs (earlier chunk, later chunk), the chain by default; ``tied`` are groups of chunks with a common
     parameter. ``activation`` is the size of one micro-batch of each chunk (1 by default), ``memory_limit`` is per stage.
@@ -150,7 +152,7 @@ def validate(
         if memory_limit is not None and peak > memory_limit[stage] * (1 + 1e-9):
             raise ScheduleError(
                 f"{schedule.name}: stage {stage} keeps {peak:g} of activations at its peak, the limit is "
-                f"{memory_limit[stage]:g}; fewer micro-batches in flight (less slack, '1f1b'), recompute or more stages"
+                f"{memory_limit[stage]:g}; use fewer micro-batches in flight (less slack, '1f1b'), recompute or more stages"
             )
     groups = (tuple(sorted({schedule.placement[chunk] for chunk in group})) for group in edges.tied)
     tied_order = tuple(stages for stages in groups if len(stages) > 1)
@@ -167,7 +169,7 @@ def validate_program(
     microbatches: int | None = None,
     name: str = "program",
 ) -> Validated:
-    """Prove lists with explicit SEND and RECV: the compute actions as in `validate`, and the messages as given.
+    """Check lists with explicit SEND and RECV: the compute actions as in `validate`, and the messages as given.
 
     ``microbatches`` defaults to the number in the lists.
     """

@@ -218,7 +218,7 @@ def _parts(large: bool, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("large", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_in_parts_it_says_so(large: bool, tmp_path: Path) -> None:
     answers = run_ranks(2, _parts, large, str(tmp_path))
-    why = "it was built on the meta device" if large else "after='parts' was asked for"
+    why = "it was built on the meta device" if large else "after='parts' is set"
     saved = torch.load(tmp_path / f"{large}.ckpt", weights_only=True)["state_dict"]
     for answer in answers:
         assert all(why in text and "make_whole" in text for text in answer["texts"])

@@ -98,7 +98,7 @@ def test_given_tensors_replace_the_outputs() -> None:
 
 def test_more_chunks_than_units() -> None:
     problem = chain([1.0, 1.0, 1.0, 1.0], colocated=((0, 1),))
-    with pytest.raises(PartitionError, match=r"4 stages were asked for, but .* cut into 3 at most .*3 or"):
+    with pytest.raises(PartitionError, match=r"4 chunks were requested, but .* cut into 3 at most .*3 or"):
         partition(problem, 4)
     with pytest.raises(PartitionError, match="into 3 at most"):
         baselines(problem, 4)
@@ -123,7 +123,7 @@ def test_forced_cuts() -> None:
     assert partition(problem, 3).chunk_of == (0, 0, 1, 1, 1, 1, 1, 2)
     four = partition(problem, 4)
     check(problem, four)
-    with pytest.raises(PartitionError, match=r"split_at wants a cut before op 2, but op 1 before it and op 2"):
+    with pytest.raises(PartitionError, match=r"split_at requires a cut before op 2, but op 1 before it and op 2"):
         partition(chain([1.0] * 4, split_at=(2,), colocated=((1, 2),)), 2)
     with pytest.raises(PartitionError, match="split_at 9"):
         chain([1.0] * 4, split_at=(9,))
@@ -226,8 +226,8 @@ def test_baselines_are_valid_and_never_better() -> None:
         ({"chunk_of": (1, 1, 0, 0)}, "feeds"),
         ({"chunk_of": (0, 0, 0, 0)}, "expected all of"),
         ({"loads": (6.0, 7.0), "bottleneck": 7.0}, "takes 6.0"),
-        ({"lower_bound": 99.0}, "above"),
-        ({"devices": (0, 1)}, "not those of the problem"),
+        ({"lower_bound": 99.0}, "expected at most the bottleneck"),
+        ({"devices": (0, 1)}, "expected those of the problem"),
     ],
 )
 def test_the_checker_finds_what_is_wrong(change: dict[str, object], message: str) -> None:
@@ -242,7 +242,7 @@ def test_the_checker_knows_groups_cuts_and_memory() -> None:
     good = partition(chain([1.0] * 4), 2)
     with pytest.raises(PartitionError, match="colocated"):
         check(chain([1.0] * 4, colocated=((1, 2),)), good)
-    with pytest.raises(PartitionError, match="split_at wants one"):
+    with pytest.raises(PartitionError, match="split_at requires one"):
         check(chain([1.0] * 4, split_at=(1,)), good)
     with pytest.raises(PartitionError, match="holds"):
         check(chain([1.0] * 4, devices=(Device(memory=15),)), good)

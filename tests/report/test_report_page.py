@@ -120,7 +120,7 @@ def test_refuses_what_does_not_belong_to_the_plan():
     plan = sample_plan(graph=graph)
     with pytest.raises(PlanError, match="belongs to another plan"):
         make_payload(plan, title="x", graph=GraphView.of(gpt_graph(2)))
-    with pytest.raises(PlanError, match="3 stages, the plan 4"):
+    with pytest.raises(PlanError, match="3 stages; expected 4, as the plan"):
         make_payload(plan, title="x", measured=jittered(sample_plan(3)))
     with pytest.raises(PlanError, match="another graph"):
         GraphView.of(graph, costs_of(gpt_graph(2)))

@@ -45,9 +45,9 @@ def test_a_schedule_written_by_hand_can_be_used(tmp_path):
     assert schedule.actions[0][2] == Action("I", 0, 0)
     assert set(messages_of(schedule).channels) == {(0, 1), (1, 0)}
     for asked, message in (
-        ({"stages": 3, "microbatches": 2}, "is for 2 stages, asked for 3"),
-        ({"stages": 2, "microbatches": 4}, "is for 2 micro-batches, asked for 4"),
-        ({"stages": 2, "microbatches": 2, "chunks": 2}, "has 2 chunks, asked for 2 on each of 2 stages"),
+        ({"stages": 3, "microbatches": 2}, "is for 2 stages; expected 3"),
+        ({"stages": 2, "microbatches": 4}, "is for 2 micro-batches; expected 4"),
+        ({"stages": 2, "microbatches": 2, "chunks": 2}, "has 2 chunks; expected 2 on each of 2 stages"),
     ):
         with pytest.raises(ScheduleError, match=message):
             make_schedule(str(path), **asked)
@@ -61,8 +61,8 @@ def test_overlapped_actions_are_read_one_after_the_other():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0X0\n", "row 1, cell 2: '0X0' is no action; expected chunk, kind and micro-batch such as 2F0"),
-        ("0F0\n1F\n", "row 2, cell 1: '1F' is no action"),
+        ("0F0,0X0\n", "row 1, cell 2: '0X0' is not an action; expected chunk, kind and micro-batch such as 2F0"),
+        ("0F0\n1F\n", "row 2, cell 1: '1F' is not an action"),
         ("\n", "is empty"),
         ("0F0\n2F0\n", "chunk 1 has no action"),
         ("0F0,1F0\n1F0\n", "F1.0 is on stage 1, but chunk 1 is on stage 0"),

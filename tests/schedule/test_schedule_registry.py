@@ -34,7 +34,7 @@ def test_every_schedule_can_be_made_for_any_numbers(name):
         ({"name": "1f1b", "slack": -1}, "slack is -1"),
         ({"name": "1f1b", "chunks": 2}, "'1f1b' takes chunks=1 per stage, got 2; 'interleaved' takes any number"),
         ({"name": "zb_v", "chunks": 3}, "'zb_v' takes chunks=2 per stage, got 3; leave chunks out"),
-        ({"name": "gpipe", "slack": 1}, "takes no slack, got slack=1; those that do: 1f1b"),
+        ({"name": "gpipe", "slack": 1}, "takes no slack, got slack=1; schedules that do: 1f1b"),
         ({"name": "gpipe", "placement": (0, 1)}, "places its chunks itself"),
         ({"name": "forward", "placement": (0, 0)}, r"expected every stage 0\.\.1 to hold a chunk"),
         ({"name": "auto"}, "schedule 'auto' is not known"),

@@ -68,6 +68,6 @@ def test_the_picture_of_a_schedule_by_name_or_from_a_file(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n1F0,1B0\n")
     assert "stage  1  .0AA.." in picture(str(path))
-    with pytest.raises(ScheduleError, match="is for 2 stages, asked for 3"):
+    with pytest.raises(ScheduleError, match="is for 2 stages; expected 3"):
         picture(str(path), stages=3)
     assert "chunk" in picture("interleaved", stages=2, microbatches=2, send=0.5, ratio=(1.0, 2.0, 1.0))

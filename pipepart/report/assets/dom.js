@@ -48,7 +48,7 @@
   };
   pp.plural = (n, word) => `${n} ${word}${n === 1 ? "" : word.endsWith("h") ? "es" : "s"}`;
 
-  /** Names that are too long keep their end, which tells more than the beginning. */
+  /** Names that are too long keep their end, which distinguishes them better than the beginning. */
   pp.shorten = (text, length) => {
     const letters = Array.from(text);
     return letters.length <= length ? text : `…${letters.slice(letters.length - length + 1).join("")}`;

@@ -1,5 +1,6 @@
 // Timelines as Gantt charts, one above the other on the same scale: actions, idle time, the critical path, live
-// activations, and messages: receives above the compute of a stage, sends below it, arrows from one to the other. Only visible events are drawn; very narrow ones are merged with their neighbours.
+// activations, and messages: receives above the compute of a stage, sends below it, arrows from one to the other. Only
+// visible events are drawn; very narrow ones are merged with their neighbours.
 (function (pp) {
   "use strict";
   const { h, s } = pp;
@@ -124,7 +125,7 @@
 
     x(time) { return this.left + ((time - this.from) / (this.to - this.from)) * this.plot; }
 
-    /** Where everything stands, for the present width. */
+    /** The places of all elements, for the present width. */
     measure() {
       this.width = this.frame.clientWidth || 800;
       const narrow = this.width < 560, most = Math.max(...this.parts.map((p) => p.timeline.stages));
@@ -250,7 +251,7 @@
           }
         }
         const critical = this.options.critical && part.critical.has(e);
-        const thin = critical && width < 7;  // an outline would hide what it is around
+        const thin = critical && width < 7;  // an outline would hide the event
         const element = s("rect", { class: `ev ${e.kind}${critical ? " critical" : ""}${thin ? " thin" : ""}`, x, y, width, height, "data-action": pp.actionName(e), "data-stage": e.stage });
         const info = { event: e, part, count: 1 };
         this.drawn.set(element, info);
@@ -286,7 +287,7 @@
       return group;
     }
 
-    /** From where a message leaves (its send, or the end of what made it) to its arrival (the end of its receive). */
+    /** The arrow of a message, from its send (or the end of its producer) to its arrival (the end of its receive). */
     arrow(part, [from, to, send, receive], kind) {
       const down = to.stage > from.stage, edge = (stage, below) => part.rows[stage] + (below ? this.lane + STRIP : -STRIP);
       const left = send ? send.start : from.end, there = receive && receive.end > receive.start ? receive.end : to.start;

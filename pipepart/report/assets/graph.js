@@ -6,7 +6,7 @@
   const PAD = 14, HEAD = 26, TALL = 42, FIRST = 48, MOST = 1500;
 
   const pen = document.createElement("canvas").getContext("2d"), widths = new Map();
-  /** Width of a text of the page's font; names are drawn at 12 px and bold, all else at 10.5 px. */
+  /** Width of a text in the font of the page; names are drawn at 12 px and bold, all other text at 10.5 px. */
   function textWidth(text, size) {
     const key = `${size} ${text}`;
     if (!widths.has(key)) {
@@ -48,7 +48,7 @@
       root.append(h("h2", {}, "Graph"),
         h("p", { class: "note" }, this.data.graph.known
           ? "Boxes are modules and ops, coloured by stage. + opens a module, − closes it; a click shows details. Red edges cross a cut, dashed ones pass over a chunk, dotted ones join tied weights."
-          : "The plan alone knows its ops by name only. With graph.json beside it, this shows modules, shapes and every edge."),
+          : "The plan has only the names of its ops. With graph.json beside the plan, this section shows modules, shapes and every edge."),
         h("div", { class: "tools" }, this.search,
           this.data.graph.known ? h("span", { class: "group" }, mode("module", "by module"), mode("stage", "by stage")) : null,
           this.plans.B ? h("span", { class: "group" }, ["A", "B"].map((p) => pp.button(`plan ${p}`, () => this.usePlan(p), { "data-plan": p }))) : null,
@@ -97,7 +97,7 @@
       return [where, pp.shorten(what, 22), time ? pp.seconds(time) : ""].filter(Boolean).join(" · ");
     }
 
-    /** What an op is: the class of its module, or its function, unless its name says that already. */
+    /** The kind of an op: the class of its module, or its function; empty if its name contains it. */
     what(node) {
       const { graph: g } = this, word = g.kind(node.op) === "module" ? g.moduleClass(node.op) : g.target(node.op).split(".").pop();
       return node.label.startsWith(word) ? "" : word;
@@ -150,12 +150,12 @@
       this.world.replaceChildren(frames, this.tiedLines(), boxes, lines, this.labels);
       this.markHits();
       const shown = this.elements.size;
-      this.status.textContent = `${shown} of ${this.tree.size - 1} boxes open to sight`;
+      this.status.textContent = `${shown} of ${this.tree.size - 1} boxes visible`;
       this.svg.dataset.nodes = shown;
       this.svg.dataset.milliseconds = Math.round(performance.now() - began);
     }
 
-    /** Without the ops' edges: what the plan says about traffic between chunks. */
+    /** The traffic between chunks in the plan, if the edges of ops are not known. */
     trafficEdges() {
       const byChunk = new Map(this.tree.root.children.map((node) => [node.chunk, node])), root = this.tree.root;
       return new Map([[root, this.plan.traffic.filter((t) => byChunk.has(t.source) && byChunk.has(t.target)).map((t) => ({
@@ -261,7 +261,7 @@
       return group;
     }
 
-    // ---- moving about
+    // ---- moving and zooming
 
     apply() {
       const { x, y, k } = this.view;

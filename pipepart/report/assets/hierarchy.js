@@ -123,7 +123,7 @@
       return bundled(inOrder(nodes, parts));
     }
 
-    /** Siblings so that what feeds another comes before it; otherwise in program order. */
+    /** Siblings in an order in which producers come before their users; otherwise in program order. */
     function inOrder(nodes, parts) {
       parts.forEach((part, n) => part.ops.forEach((op) => { slot[op] = n; }));
       const mine = new Set(parts.flatMap((part) => part.ops)), waiting = new Int32Array(nodes.length), next = nodes.map(() => new Set());
@@ -134,7 +134,7 @@
       const ready = new pp.Heap(), left = new Set(nodes.keys()), order = [];
       nodes.forEach((node, n) => { if (!waiting[n]) ready.push([node.first, n]); });
       while (left.size) {
-        if (!ready.size) { // a circle that could not be untangled: go on with its first op
+        if (!ready.size) { // a cycle that could not be resolved: continue with its first op
           const n = [...left].reduce((a, b) => (nodes[b].first < nodes[a].first ? b : a));
           ready.push([nodes[n].first, n]);
         }
@@ -219,7 +219,7 @@
     }
   };
 
-  /** The node that stands for each op now: itself, or the outermost closed group around it. */
+  /** The node that shows each op now: its own, or the outermost closed group around it. */
   pp.representatives = function (tree, count) {
     const found = new Array(count);
     (function walk(node, closed) {
@@ -230,7 +230,7 @@
     return found;
   };
 
-  /** The edges of every open group between its children, with ends at its border ("in", "out") for what comes and goes.
+  /** The edges of every open group between its children, with ends at its border ("in", "out") for its inputs and outputs.
       Returns Map(container -> [{from, to, producers, cut, skip, bytes}]). */
   pp.visibleEdges = function (tree, graph, plan) {
     const shown = pp.representatives(tree, graph.count), found = new Map();

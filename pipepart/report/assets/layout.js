@@ -48,7 +48,7 @@
     items.forEach((_, n) => put(n));
     if (hasOut) put(OUT);
 
-    // one chain of dummies per producer, shared by all its far users
+    // one chain of invisible nodes per producer, shared by all its distant users
     const chains = nodes.map(() => []), near = [];
     links.forEach(([a, b], n) => {
       if (!down[n] || layer[b] <= layer[a]) return;
@@ -89,7 +89,7 @@
     });
     const sweeps = nodes.length > 2000 ? 12 : 40;
     for (let sweep = 0; sweep < sweeps; sweep++) {
-      // at the end from the top down, each below what feeds it: chains become straight
+      // at the end from the top down, each below its producers: chains become straight
       const settle = sweep >= sweeps - 2, both = sweep > 3 && !settle, list = settle || sweep % 2 === 0 ? rows : rows.slice().reverse();
       for (const row of list) {
         const wanted = row.map((n) => {

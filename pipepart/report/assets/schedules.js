@@ -167,12 +167,12 @@
     return pp.listSchedule("zb_v", vPlacement(stages), microbatches, pp.evenCosts(stages, 2), limits, { patience: 0 });
   }
 
-  /** The schedule of that name; chunks is per stage. Throws with a sentence for the user when it cannot be. */
+  /** The schedule of that name; chunks is per stage. Throws an error with a sentence for the user if it is impossible. */
   pp.makeSchedule = function (name, { stages, microbatches, chunks = 1, slack = 0, placement = null }) {
     const kind = KINDS[name];
     if (!kind) throw new Error(`schedule ${name} is not known`);
     if (kind.fixedChunks && kind.fixedChunks !== chunks)
-      throw new Error(`${name} needs ${kind.fixedChunks} chunk${kind.fixedChunks > 1 ? "s" : ""} per stage, here are ${chunks}`);
+      throw new Error(`${name} needs ${kind.fixedChunks} chunk${kind.fixedChunks > 1 ? "s" : ""} per stage, got ${chunks}`);
     if (!kind.slack) slack = 0;
     switch (name) {
       case "gpipe": return gpipe(stages, microbatches, chunks);
@@ -186,7 +186,7 @@
     }
   };
 
-  /** Per stage: the most that is live at once. It follows from the order alone. */
+  /** Per stage: the largest live activations. They follow from the order alone. */
   pp.peakActivations = function (schedule, activation = null, kept = 1) {
     const forward = schedule.actions.every((list) => list.every((a) => a.kind === "F"));
     return schedule.actions.map((list) => {

@@ -1,5 +1,5 @@
 // The event simulator of pipepart.schedule, in JavaScript: a schedule and its costs give a timeline.
-// The same arithmetic in the same order, so that it agrees with the Python one to the last bits.
+// It does the same arithmetic in the same order, so that it agrees with the one in Python to the last bits.
 (function (pp) {
   "use strict";
 
@@ -53,7 +53,7 @@
     return pp.fillCosts({ forward: share(), backward_input: share(), backward_weight: share(), activation: share() });
   };
 
-  /** Costs with all that may be left out filled in. sends are lists of [source, target, seconds]. */
+  /** Costs with defaults for missing entries. sends are lists of [source, target, seconds]. */
   pp.fillCosts = function (given) {
     const n = given.forward.length, zeros = () => Array(n).fill(0);
     const full = (values) => values && values.length > 0;
@@ -83,7 +83,7 @@
     return (source, target) => found.get(source * 65536 + target) || 0;
   }
 
-  /** The numbered actions with what each of them needs: needs[n], users[n], stage[n], first[stage]. */
+  /** The numbered actions with their dependencies: needs[n], users[n], stage[n], first[stage]. */
   function actionGraph(schedule, edges) {
     const chunks = schedule.placement.length, m = schedule.microbatches;
     const actions = [], stage = [], first = [0];
@@ -268,7 +268,7 @@
     return events;
   }
 
-  /** When every action of a schedule starts and ends. edges: {forward, backward, tied}, by default the plain chain. */
+  /** The start and end of every action of a schedule. edges: {forward, backward, tied}, by default the plain chain. */
   pp.simulate = function (schedule, costs, edges = null) {
     edges = edges || pp.chainEdges(schedule.placement.length);
     if (costs.forward.length !== schedule.placement.length)

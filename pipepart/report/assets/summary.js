@@ -60,7 +60,7 @@
       h("p", { class: "note" },
         `${plan.schedule}${plan.slack ? ` with slack ${plan.slack}` : ""}, ${pp.plural(plan.microbatches, "micro-batch")} of ${plan.microbatch_size}; ` +
         `${pp.plural(plan.stages, "stage")} x ${pp.plural(plan.chunks_per_stage, "chunk")}; split: ${plan.method}${plan.cluster ? `; cluster: ${plan.cluster}` : ""}. ` +
-        "Where the model was cut, and what one micro-batch sends over each cut:"),
+        "The chunks of the model, and the bytes that one micro-batch sends over each cut:"),
       ...strip(plan).filter(Boolean));
     if (data.graph.tied.length) {
       root.append(h("div", { class: "chips" }, data.graph.tied.map(([name, ops]) =>
@@ -74,11 +74,11 @@
     }
   };
 
-  /** What else the planner tried, and how much longer its step would be. */
+  /** The other plans that were tried, with the difference of their steps. */
   pp.triedTable = function (plan) {
     if (!plan.tried.length) return null;
     const rows = plan.tried.slice().sort((a, b) => a[1] - b[1]).slice(0, 30);
-    return h("details", { id: "tried" }, h("summary", {}, `What else was tried: ${plan.tried.length} other plans`),
+    return h("details", { id: "tried" }, h("summary", {}, `Other plans that were tried: ${plan.tried.length}`),
       h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["plan", "step", "against this one"].map((t) => h("th", {}, t)))),
         h("tbody", {}, rows.map(([name, seconds]) => h("tr", {}, h("td", {}, name), h("td", {}, pp.seconds(seconds)),
           h("td", {}, `${seconds >= plan.step_time ? "+" : ""}${(100 * (seconds / plan.step_time - 1)).toFixed(1)} %`)))))));

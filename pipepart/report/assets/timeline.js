@@ -1,4 +1,4 @@
-// What can be read from a timeline, predicted, measured or made in the page: the same figures as pipepart.schedule.Timeline.
+// Figures of a timeline (predicted, measured, or simulated in the page): the same as those of pipepart.schedule.Timeline.
 (function (pp) {
   "use strict";
   const COMPUTE = new Set(["F", "B", "I", "W"]);
@@ -84,7 +84,7 @@
     return merged;
   }
 
-  /** Receives that a simulated timeline does not spell out: a message comes in while it is on its link. */
+  /** Receives that a simulated timeline leaves out: a message is received while it is on its link. */
   pp.impliedReceives = function ({ events, placement }) {
     if (events.some((e) => e.kind === "RECV")) return [];
     return events.filter((e) => e.kind === "SEND" && placement[e.peer] !== undefined).map((e) => ({
@@ -145,7 +145,7 @@
     return found;
   };
 
-  /** The chain of events that made the step as long as it is, first to last. */
+  /** The chain of events that determines the step time, first to last. */
   pp.criticalPath = function (timeline) {
     const { events, edges } = timeline;
     if (!events.length) return [];
@@ -178,7 +178,7 @@
       while (at >= 0 && lane[at] === e) at--;
       return at >= 0 ? lane[at] : null;
     };
-    // A measured send may end after its message was used: then it is its producer that was waited for.
+    // A measured send may end after its message was used: the event has then waited for the producer of the message.
     const produced = (payload, source, target, k) =>
       [sent.get(`${payload} ${source} ${target} ${k}`), computed.get(`${payload} ${source} ${k}`)];
     const waitedFor = (e) => {

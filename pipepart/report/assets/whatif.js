@@ -3,7 +3,7 @@
   "use strict";
   const { h } = pp;
 
-  /** The plan's costs under other circumstances. Times grow with the size of a micro-batch in proportion. */
+  /** The plan's costs under other conditions. Times are proportional to the size of a micro-batch. */
   pp.scaledCosts = function (plan, { microbatches, keepBatch, link, compute }) {
     const size = keepBatch ? plan.microbatches / microbatches : 1;
     const times = (values) => values.map((v) => v * size * compute);
@@ -18,7 +18,7 @@
     });
   };
 
-  /** The plan's own order of actions, read off its timeline: for schedules that have no rule, found or from a file. */
+  /** The plan's own order of actions, taken from its timeline, for schedules without a rule (from a file). */
   pp.ownSchedule = function (plan, { stages, microbatches }) {
     if (stages !== plan.stages || microbatches !== plan.microbatches)
       throw new Error(`the plan's own order is for ${plan.stages} stages and ${plan.microbatches} micro-batches`);
@@ -26,7 +26,7 @@
     return { name: plan.schedule, stages, microbatches, placement: plan.placement, actions };
   };
 
-  /** Simulate a plan's chunks with another schedule. Throws with a sentence if it cannot be. */
+  /** Simulate a plan's chunks with another schedule. Throws an error with a sentence for the user if it is impossible. */
   pp.whatIf = function (plan, choice) {
     const chunks = plan.placement.length;
     if (chunks % choice.stages) throw new Error(`${chunks} chunks cannot be shared equally by ${choice.stages} stages`);
@@ -130,7 +130,7 @@
     }
 
     root.append(h("h2", {}, "What if"),
-      h("p", { class: "note" }, "The same chunks under other circumstances, simulated in this page. With the batch kept, times and sizes of a micro-batch are taken in proportion to its size."),
+      h("p", { class: "note" }, "The same chunks under other conditions, simulated in this page. If the batch size is kept, times and bytes of a micro-batch are proportional to its samples."),
       h("div", { class: "tools" },
         h("label", {}, "schedule", schedules), h("label", {}, "micro-batches", micro), h("label", {}, "slack", slack),
         divisors.length > 1 ? h("label", {}, "stages", choose("stages", divisors.map((n) => [n, `${n} (${pp.plural(chunks / n, "chunk")} each)`]), "whatif-stages")) : null,

@@ -95,7 +95,7 @@ def _not_said(fault: Fault, said: dict[int, str]) -> list[str]:
             problems.append(f"rank {rank} does not name the cause: {text.strip().splitlines()[-1]}")
         elif (
             fault.how == "stop"
-            and f"nothing from rank {fault.rank}" not in text
+            and f"no report from rank {fault.rank}" not in text
             and "another rank failed first" not in text
         ):
             problems.append(f"rank {rank} does not name the stopped rank: {text.strip().splitlines()[-1]}")
