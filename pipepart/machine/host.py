@@ -1,4 +1,4 @@
-"""This host: the cores that the process may use, the cache folder, and a CPU that announces AMX."""
+"""This host: the cores that the process may use, the cache folder, and the CPU if it announces AMX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cache_folder() -> Path:
 
 
 def cpu_with_amx() -> tuple[str, str] | None:
-    """Model and flags of a CPU that announces AMX; None on every other machine."""
+    """Return the model and the flags of the CPU if it announces AMX; None if it does not, or if it is not known."""
     found: dict[str, str] = {}
     try:
         with open(os.environ.get("PIPEPART_CPUINFO", "/proc/cpuinfo"), errors="replace") as lines:
