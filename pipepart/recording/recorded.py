@@ -33,8 +33,7 @@ ANY = type("ANY", (), {"__repr__": lambda self: "ANY"})()
 class Input:
     """One leaf of the flattened arguments.
 
-    `dynamic` says for each dimension of a tensor whether other sizes than the example's were proved to give the same
-    graph; dimension 0 of the batch always is.
+    `dynamic` tells for each dimension of a tensor whether runs at other sizes than that of the example gave the same graph.
     """
 
     name: str
@@ -92,13 +91,13 @@ class Recording:
     sizes: Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]] = field(default_factory=dict)
     """For (input, dimension) pairs that were changed together: another size with the same graph, or None and the reason."""
     guards: Guards = field(default_factory=Guards)
-    """The plain Python values that were read while it was recorded: it holds while these are the same."""
+    """The plain Python values that were read during recording; the recording holds while they are the same."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """The regions of activation checkpointing; the regions of an op are positions here."""
     roots: tuple[int, ...] = ()
     """Outputs that receive gradients from outside, if the loss is computed elsewhere."""
     batching: Batching | None = None
-    """Which inputs hold the samples (always along dimension 0 in the graph), if the caller has declared it."""
+    """Inputs that hold the samples (always along dimension 0 in the graph), if the caller has named them."""
     moved: tuple[int, ...] = ()
     """For each flat output of the result the dimension of its samples in the user's result; in the graph it is 0."""
 
@@ -173,7 +172,7 @@ class Recording:
 
     @cached_property
     def hash(self) -> str:
-        """The same on every process and machine for the same model and step: ops, constants, parameter shapes."""
+        """Hash of ops, constants and parameter shapes, equal in all processes and on all machines for one model and step."""
         return hashlib.sha256(describe(self).encode()).hexdigest()
 
     @cached_property

@@ -1,7 +1,7 @@
 """Record a step: a call that takes one batch and some named numbers, and may produce extra outputs.
 
-Frameworks whose modules have steps register how these are recorded. This room knows only batches, numbers and results, and
-the names of the packages whose modules have steps.
+Frameworks whose modules have steps register how these are recorded. This module knows only batches, numbers and results,
+and the names of the packages whose modules have steps.
 """
 
 from __future__ import annotations

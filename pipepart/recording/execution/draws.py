@@ -35,7 +35,7 @@ def number_of(name: str) -> int:
 
 
 def set_key(key: int | None, generators: Sequence[torch.Generator] = ()) -> None:
-    """Seed these generators before each op by this key from now on; None ends the seeding."""
+    """From now on, seed these generators by this key before each op that draws; None ends the seeding."""
     global _key, _generators
     _key, _generators = key, generators
 

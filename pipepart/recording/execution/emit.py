@@ -173,7 +173,7 @@ class _Writer:
         return f"{self.names.add(owner, resolve(root, owner))}.{name}"
 
     def _switch(self, wanted: tuple[bool, Any, Any]) -> None:
-        """Close the open region and open that of the next op, if it is another one."""
+        """Close the open region, and open the region of the next op, if the two differ."""
         if wanted == self.region:
             return
         for leave, state in reversed(self.opened):

@@ -1,8 +1,8 @@
 """Runnable graphs that read all parameters, buffers and flags from the user's own modules.
 
 Nothing is copied or registered: a runnable graph holds plain references to the leaf modules that it calls and to the
-modules whose parameters, buffers and ``training`` flags it reads. So it follows at once if a parameter is replaced (moved,
-materialised) and if ``root.eval()`` is called.
+modules whose parameters, buffers and ``training`` flags it reads. So a replaced parameter (moved, materialised) and a call
+of ``root.eval()`` take effect at once.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def split(
     """Divide a recording: `chunk_of` gives the chunk of each op, by name or in program order (see `Recording.ops`).
 
     Values may only flow to the same or a later chunk. Cheap ops that depend only on the batch (masks, positions) are
-    computed by every chunk that uses them, whatever their own chunk. With `devices`, tensors that the model makes on the
+    computed by every chunk that uses them, whatever chunk `chunk_of` gives. With `devices`, tensors that the model makes on the
     device of the example are made on the device of their chunk.
     """
     owner = _owners(recording, chunk_of, chunks)
@@ -101,7 +101,7 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
         if node.op in ("placeholder", "output"):
             continue
         if node.name not in chunk_of:
-            raise CaptureError(f"split: op {node.name!r} ({where_is(node)}) has no chunk")
+            raise CaptureError(f"split: op {node.name!r} ({where_is(node)}) has no chunk; expected one for each op")
         chunk = chunk_of[node.name]
         if not 0 <= chunk < chunks:
             raise CaptureError(f"split: op {node.name!r} has chunk {chunk}; expected 0 to {chunks - 1}")

@@ -152,7 +152,7 @@ class Study:
                 self.proved.append(dim)
                 self.sizes[dim.places] = size, ""
                 return True
-            reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
+            reason = f"differs between sizes {dim.size} and {size}: {mismatch.text}"
             if mismatch.constant and not self.settings.warm:  # the first run may have set something up
                 self.settings.warm = True
                 raise Retry
@@ -163,7 +163,7 @@ class Study:
         return False
 
     def examples(self, others: Sequence[list[Any]]) -> None:
-        """Record on other batches; dimensions are free that have other sizes there while the graph is the same.
+        """Record on other batches. A dimension that has another size there is free if the graph is the same.
 
         This is for batches that are split as containers: rows of their leaves cannot be left out, since other leaves
         refer to them.
@@ -190,7 +190,7 @@ class Study:
                     self.runs.append(run)
                     self.proved += dims
                     continue
-                reason = f"on two batches: {mismatch.text if mismatch is not None else numbers[0].text}"
+                reason = f"differs between two batches: {mismatch.text if mismatch is not None else numbers[0].text}"
             self.reasons.update(dict.fromkeys(dims, reason))
 
     def ignored_strings(self) -> set[int]:
@@ -234,7 +234,7 @@ class Study:
     def _explain(
         self, dim: variants.Dimension, size: int, numbers: list[variants.Difference]
     ) -> variants.Mismatch | None:
-        """Find formulas for numbers that changed with `dim`, and try them at a third size."""
+        """Find formulas for the numbers that changed with `dim`, and test them at a third size."""
         first = numbers[0]
         failure = variants.Mismatch(first.module, first.text)
         formulas = {(n.node, n.position): _explanations(dim, n.value, size, n.other) for n in numbers}
@@ -262,7 +262,7 @@ class Study:
         if keep_whole(self.call.root, module, self.settings, reason):
             raise Retry
         raise CaptureError(
-            f"{self.call.what} depends on the batch size in a way that cannot be recorded.\n  {reason}\n"
+            f"{self.call.what} depends on the batch size in a way that cannot be recorded.\n  because: the model {reason}\n"
             "  do: compute sizes from tensors (x.shape[0], not Python copies of it) or put this part into a "
             "submodule of its own, which is then kept whole"
         )

@@ -96,7 +96,7 @@ def dimensions(leaves: Sequence[Any], batched: Collection[int] | None = None) ->
 
 
 def together(dims: Sequence[Dimension]) -> list[Dimension]:
-    """Dimensions of one size joined, for models that need them equal (square images, masks of length by length)."""
+    """Join dimensions of one size, for models that need equal sizes (square images, masks of length by length)."""
     groups: dict[int, list[Dimension]] = {}
     for dim in dims:
         groups.setdefault(dim.size, []).append(dim)

@@ -40,7 +40,7 @@ class Batching:
 
     @property
     def other_dim(self) -> int:
-        """The dimension of the samples in results: the most frequent one of leaves other than 0; 0 if there is none."""
+        """The dimension of the samples in results: the most frequent dimension of the leaves other than 0, if there is one."""
         others = Counter(dim for dim in self.dims if dim)
         return others.most_common(1)[0][0] if others else 0
 
@@ -67,7 +67,7 @@ def check_batch_dim(batch_dim: Any) -> None:
     ):
         raise ConfigError(
             f"batch_dim={shortened(batch_dim)}: expected the dimension of the samples (0, 1, ...), or a mapping from the paths "
-            "of leaves to theirs, such as {'x': 1, 'class_weights': None}"
+            "of leaves to dimensions, such as {'x': 1, 'class_weights': None}"
         )
 
 
@@ -109,7 +109,9 @@ def batching_of(leaves: Sequence[Any], paths: Sequence[str], batch_dim: BatchDim
     named = {i: size for i, size in sizes.items() if names[i] in given}
     if len(set(named.values())) > 1:
         shown = ", ".join(f"{paths[i]} has {size} along dimension {wanted[i]}" for i, size in named.items())
-        raise PlanError(f"batch_dim: the leaves that it names disagree on the number of samples: {shown}")
+        raise PlanError(
+            f"batch_dim: the leaves that it names disagree on the number of samples: {shown}; expected equal sizes"
+        )
     samples = Counter((named or sizes).values()).most_common(1)[0][0]
     dims = [dim if i in sizes and sizes[i] == samples else None for i, dim in enumerate(wanted)]
     return Batching(tuple(dims), samples)

@@ -1,6 +1,6 @@
 """Nested arguments and results as flat lists of leaves, with a readable path for each leaf.
 
-All rooms use this tree for batches and results: they are split, moved, shared and merged leaf by leaf. Torch's pytree is
+All packages use this tree for batches and results, which are split, moved, shared and merged leaf by leaf. Torch's pytree is
 used only for the arguments of torch's own functions. Both agree on containers that are registered with torch; a list of
 texts is one leaf here, and dataclasses, batches of graphs and other containers of libraries are opened.
 
@@ -284,8 +284,8 @@ class _NotKept(dict):
 
     def _refuse(self, *args: Any) -> Any:
         raise CaptureError(
-            "the model takes its batch of graphs apart (to_data_list, batch[i]): a recording would keep where the graphs "
-            "of its example begin and end.\n  do: work on the whole batch (x, edge_index, batch), or use the graphs as "
+            "the model takes its batch of graphs apart (to_data_list, batch[i]): a recording would keep the boundaries of "
+            "the graphs of its example.\n  do: work on the whole batch (x, edge_index, batch), or use the graphs as "
             "they come from the loader"
         )
 

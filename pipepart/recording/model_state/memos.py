@@ -77,8 +77,8 @@ def filled(
 ) -> None:
     """Raise `Remembers` for dictionaries that the run has filled by size, unless they are among `tables`.
 
-    The new values must be functions of sizes, so that they can be computed again at every step. Of the dictionaries that
-    are `suspected`, only those count that the run has filled.
+    The new values must be functions of sizes, so that they can be computed again at every step. A dictionary that
+    is `suspected` counts only if the run has filled it.
     """
     known, found = {id(table) for table in tables}, []
     for path, table, copy in _dictionaries(before, around):

@@ -110,7 +110,7 @@ class Owner(Protocol):
 
 
 class Cell:
-    """The variable of an enclosing function, under any key."""
+    """The variable of an enclosing function; the key is not used."""
 
     def __init__(self, cell: Any) -> None:
         self.cell = cell

@@ -38,7 +38,7 @@ _LIBRARIES = frozenset(
      "numpy", "torchgen", "sympy"}
 )  # fmt: skip
 _MOST = 3000
-"""Number of functions that are read at most; no known model reaches more of its own."""
+"""Largest number of functions whose code is read; no known model has more functions of its own."""
 
 
 def is_library(module_name: str | None) -> bool:
@@ -47,7 +47,7 @@ def is_library(module_name: str | None) -> bool:
 
 
 def is_foreign(module_name: str | None) -> bool:
-    """Whether code of this module belongs to such a library or to Python itself."""
+    """Whether code of this module belongs to one of the libraries of `is_library`, or to Python itself."""
     package = (module_name or "").partition(".")[0]
     return package in _LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
 

@@ -1,7 +1,8 @@
 """Changes of Python state outside of the attributes of modules: a recorded call would not make them.
 
-Variables of enclosing functions and of files that the methods and hooks of the modules use are compared, and attributes
-of plain objects that modules hold. Changes by hooks of leaf modules are allowed: leaf modules are really called.
+Two kinds of values are compared before and after a call: variables of enclosing functions and of files that the methods
+and hooks of the modules use, and attributes of plain objects that modules hold. Changes by hooks of leaf modules are
+allowed: a recorded call really calls leaf modules.
 """
 
 from __future__ import annotations

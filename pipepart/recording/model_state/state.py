@@ -87,9 +87,9 @@ def refuse_wrapped(root: nn.Module) -> None:
         home, name = type(module).__module__, type(module).__name__
         reason = ""
         if home.startswith(("torch.nn.parallel", "torch.distributed")) and "._checkpoint." not in home:
-            reason = "wraps its module for distributed training; capture the module inside"
+            reason = "wraps its module for distributed training; capture the module inside it"
         elif any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-            reason = "is lazy and has no parameters yet; run the model once before"
+            reason = "is lazy and has no parameters yet; run the model once before it is recorded"
         if reason:
             raise CaptureError(f"module {path!r} ({name}) {reason}")
 
@@ -168,7 +168,7 @@ class Snapshot:
                     yield known.path, name
 
     def restore(self) -> None:
-        """Let the modules have the attributes, registries and containers of that moment, and no others."""
+        """Restore the attributes, registries and containers of that moment, and remove all others."""
         for known in self.modules:
             refill(vars(known.module), known.attributes)
             for name, copy in known.containers.items():
@@ -177,7 +177,7 @@ class Snapshot:
             _put_back(known, ("_parameters", "_buffers", *_HOOKS))
 
     def restore_setup(self) -> None:
-        """Let the modules have the plain attributes and the hooks of that moment."""
+        """Restore the plain attributes and the hooks of that moment, and remove all other plain attributes and hooks."""
         for known in self.modules:
             now = vars(known.module)
             for name in [name for name, value in now.items() if name not in known.attributes and is_plain_value(value)]:
@@ -267,7 +267,7 @@ def stand_ins(root: nn.Module) -> Iterator[Any]:
     """Replace all parameters, buffers and tensor attributes by fake tensors (shape and dtype, no memory).
 
     Yields the fake mode. The fake tensors are on the CPU whatever the device of the originals, so that results of the
-    model fit the example batch. Names refer to the fake tensors inside.
+    model fit the example batch. Inside the context, names refer to the fake tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,8 +1,8 @@
-"""The op at fault when the outcome of a recording is not that of the model.
+"""The op at fault when the outcome of a recording differs from that of the model.
 
-Two observed runs, of the model and of the recording, keep the value of each op and its edge in autograd's graph. Values are
-compared from the inputs on, gradients from the loss back. The op is named whose inputs are right and whose result is
-wrong; for gradients, the other way round.
+Two observed runs, of the model and of the recording, keep the value of each op and its gradient edge in autograd's graph.
+Values are compared from the inputs on, and gradients from the loss back. The op at fault has right inputs and a wrong
+result or, for gradients, a right gradient of its result and a wrong gradient of an input or a parameter.
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ def blame(
         return ""
     op, thing = culprit
     if op == thing:
-        return f"gradients differ at {case.op(op)}: those of all its users are right, its own is wrong"
+        return f"gradients differ at {case.op(op)}: the gradients of all its users are right, its own is wrong"
     if case.nodes[op].target == "register_hook":
-        return f"gradients differ at {case.op(op)}: the hook changes the gradient in another way"
+        return f"gradients differ at {case.op(op)}: its hook changes the gradient in another way than in the model"
     of = thing if thing.startswith("parameter") else f"its input {thing}"
-    return f"gradients differ at {case.op(op)}: that of its result is right, that of {of} is wrong"
+    return f"gradients differ at {case.op(op)}: the gradient of its result is right, the gradient of {of} is wrong"

@@ -24,7 +24,7 @@ _INF = float("inf")
 _SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 """Relative tolerance of results that come from the same ops."""
 _NOISE = 16
-"""Number of rounding errors that a gradient may have which cancels to zero."""
+"""Number of rounding errors by which a gradient that cancels to zero may differ."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ def differ(got: torch.Tensor | None, wanted: torch.Tensor | None, largest: float
 def _compared_gradients(
     name: str, got: torch.Tensor | None, wanted: torch.Tensor | None, largest: Callable[[], float]
 ) -> list[Difference]:
-    """None and zeros are different: an optimizer skips a parameter without gradient, and decays the other."""
+    """None and zeros are different: an optimizer skips a parameter without a gradient, and decays one with zeros."""
     if got is None and wanted is None:
         return []
     if got is None or wanted is None:
-        text = "is missing" if got is None else "is there, and the model gives none"
+        text = "is missing" if got is None else "is present, but the model gives none"
         return [Difference("gradient of", name, text, _INF)]
     return _compared("gradient of", name, got, wanted, largest=largest)
 
@@ -140,7 +140,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_rounding(worst: float, scale: float, dtype: torch.dtype, largest: float = 0.0) -> bool:
-    """Whether a difference is a rounding error of the element `scale`, or of a sum over gradients up to `largest`.
+    """Whether a difference is a rounding error of an element of size `scale`, or of a sum over gradients up to `largest`.
 
     Results in half precision may differ by one bit.
     """
@@ -193,7 +193,7 @@ def _moved(moved: Outcome, wanted: Outcome, name: str) -> float:
 
 @contextmanager
 def _changed(root: nn.Module, seed: int) -> Iterator[None]:
-    """Change the parameters a little inside, unknown to autograd."""
+    """Change the parameters a little inside the context, in a way that autograd does not see."""
     generator = torch.Generator().manual_seed(seed)
     own = [p.data for p in root.parameters() if p.is_floating_point() and p.layout == torch.strided and p.numel()]
     before = [tensor.clone() for tensor in own]
