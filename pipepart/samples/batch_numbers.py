@@ -118,7 +118,7 @@ class Numbers:
         self.checks = tuple(quantities.checks)
         self._parts: dict[fx.Node, str] = {}
         """Values from which the quantities are computed, with their laws over batches: "sum", "mean", or "apart" for a
-        value of one replica, which is never that of several batches."""
+        value of one replica that is not combined with those of other batches."""
         wanted = [quantity.node for quantity in self.quantities.values()]
         for node in wanted:
             try:
@@ -254,7 +254,7 @@ def _ops(order: Sequence[fx.Node], nodes: set[fx.Node]) -> list[fx.Node]:
 
 
 def _summands(node: fx.Node, follow: Following) -> dict[fx.Node, str]:
-    """The parts of a quantity with their laws. Raises `Unknown` if it is no function of values that add up."""
+    """The parts of a quantity with their laws. Raises `Unknown` if it is not a function of values that add up."""
     law = _law_over_batches(node, follow)
     if law is not None:
         return {node: law}

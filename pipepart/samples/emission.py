@@ -205,7 +205,7 @@ class Emission:
         like: fx.Node | None = None,
         differentiates: Sequence[fx.Node] | None = None,
     ) -> fx.Node:
-        """Write an op before `near` (which may be in place), or with `after` behind it, to use its value."""
+        """Write an op before `near`, which may be in place; with `after`, write it after `near`, to use the value of `near`."""
         with self._graph.inserting_after(near) if after else self._graph.inserting_before(near):
             make = self._graph.call_method if method else self._graph.call_function
             made: fx.Node = make(target, args, kwargs or {})
@@ -238,7 +238,7 @@ class Emission:
         self._drop(candidates)
         for form in dict.fromkeys(forms):
             if isinstance(form, Ratio) and form.node in self._numerators and form.node.users:
-                # Another op needs the value of the micro-batch: it gets it without the whole loss computed once more.
+                # Another op needs the value for the micro-batch: it is the numerator, divided by the quantity of the micro-batch.
                 made = self._call(form.node, torch.div, (self._numerators[form.node], form.quantity.node))
                 form.node.replace_all_uses_with(made)
         self._drop(candidates)

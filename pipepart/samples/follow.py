@@ -1,6 +1,6 @@
 """Values of a recording that follow the batch: their sizes, and the values from which they are computed.
 
-Ops are told apart by plain names: `a + b`, `torch.add(a, b)` and `a.add_(b)` are one op.
+Ops are identified by plain names: `a + b`, `torch.add(a, b)` and `a.add_(b)` are one op.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def before(value: Any, names: Collection[str]) -> Any:
 
 
 def sources_of(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
-    """These nodes and all nodes from which they are computed, without those at which the walk is to `stop`."""
+    """These nodes and all nodes from which they are computed; the walk ends before nodes for which `stop` is true."""
     found: set[fx.Node] = set()
     todo = list(nodes)
     while todo:

@@ -1,6 +1,6 @@
 """A recording run on a batch and on its parts at the same time, op by op, each with a state of its own.
 
-The model is in eval mode and, where the ops allow it, in float64, so that only ops in which samples meet make a
+The model is in eval mode and, where the ops allow it, in float64, so that only ops that combine samples make a
 difference. The model does not change: copies take the place of its parameters and buffers.
 """
 
@@ -34,7 +34,7 @@ _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex
 _CASTS = {"float": "double", "half": "double", "bfloat16": "double"}
 _UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _APART = 0.05
-"""The least distance by which a parameter is moved; a zero often switches something off at the start."""
+"""The least scale of the random change of a parameter: a parameter that starts at zero often switches something off."""
 _NORMS = ("batch_norm", "native_batch_norm")
 
 
@@ -144,7 +144,7 @@ class _Run:
         return leaf.detach().to(torch.float64) if wide else leaf.detach().clone()
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter with other values: at the start, gates are closed and all samples may take the same path."""
+        """A parameter with other values: in a new model, gates may be closed and all samples may take the same path."""
         if self.generator is None or not tensor.is_floating_point():
             return tensor
         noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64).to(tensor)
@@ -177,8 +177,8 @@ class Lockstep:
         self.chance: set[fx.Node] = set()
         """Nodes whose law may hold for this batch alone: counts and flags made from values without a law."""
         self.fragile: set[fx.Node] = set()
-        """Nodes whose law does not follow from those of its arguments and is seen in whole numbers alone, and nodes that
-        are made from such nodes alone."""
+        """Nodes whose law does not follow from the laws of their arguments and is seen in whole numbers alone, and nodes
+        that are made from such nodes alone."""
         self.parameters: dict[int, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(moved) if moved is not None else None
         self.whole, *self.parts = (
@@ -234,7 +234,7 @@ class Lockstep:
         return all(self.laws[source].known for source in node.all_input_nodes)
 
     def _draw(self, node: fx.Node, whole: Any) -> None:
-        """Give the parts the random numbers of the whole, each those of its own samples."""
+        """Give each part the random numbers that the whole has drawn for the samples of the part."""
         if not isinstance(whole, (torch.Tensor, np.ndarray)) or not self._consistent(node):
             return
         values = self._values(node)
@@ -249,7 +249,7 @@ class Lockstep:
             part.set(node, piece)
 
     def _offset(self, node: fx.Node) -> None:
-        """Give the whole a random order of samples in which each part keeps to itself."""
+        """Give the whole a random order of samples in which the samples of each part stay together."""
         values = self._values(node)
         offsets = itertools.accumulate((len(value) for value in values[:-1]), initial=0)
         together = torch.cat([value + offset for value, offset in zip(values, offsets)])
@@ -263,7 +263,7 @@ class Lockstep:
         return node.op == "call_function" and name in _NORMS
 
     def _as_parts(self, node: fx.Node) -> None:
-        """Give the whole the values of its parts, from a layer that normalises over the batch even in eval mode."""
+        """Give the whole the values of its parts, for a layer that normalises over the batch even in eval mode."""
         values = self._values(node)
         if not isinstance(values[0], torch.Tensor) or not self._consistent(node):
             return

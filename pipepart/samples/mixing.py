@@ -1,4 +1,4 @@
-"""Ops in which samples meet, found by running a recording on a batch and on its parts, not by a list of ops."""
+"""Ops that combine samples, found by running a recording on a batch and on its parts, not by a list of ops."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Mixing:
     exact: bool = True
     """Whether all ops ran in float64."""
     differs: Mapping[int, float] = field(default_factory=dict)
-    """Differences of wrong outputs relative to the whole; nan for outputs that are no single numbers."""
+    """Differences of wrong outputs relative to the whole; nan for outputs that are not single numbers."""
     fragile: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """For outputs that are right in whole numbers of this batch alone, which may be chance: the nodes that count."""
+    """For outputs that are right, but only in whole numbers of this batch, which may be chance: the nodes to confirm."""
     lost: frozenset[str] = frozenset()
     """Nodes without a law."""
 
@@ -95,7 +95,7 @@ def study(recording: Recording, split: Split, others: Iterable[Split] = ()) -> M
     the start (closed gates, all samples of one kind) differ with moved parameters. Values that moved parameters saturate
     (a sparse attention that becomes one-hot, so that its entropy is zero) differ with those of the model.
 
-    Counts of samples that have met (hits, flags, places in an order) are whole numbers, which may agree by chance. Such
+    Counts over combined samples (hits, flags, places in an order) are whole numbers, which may agree by chance. Such
     outputs must also be right for `others`: other samples of the same batch, each with parameters of its own.
     """
     with evaluating(recording.root):
@@ -106,7 +106,7 @@ def study(recording: Recording, split: Split, others: Iterable[Split] = ()) -> M
                 found = _both(moved, found)
         found = _confirmed(recording, found, found)
         for seed, other in enumerate(others if found.fragile else (), 1):
-            with suppress(Exception):  # or samples with which it was not recorded
+            with suppress(Exception):  # a model may also refuse samples with which it was not recorded
                 found = _confirmed(recording, found, _study(recording, other, moved=seed, gradients=False))
         return found
 

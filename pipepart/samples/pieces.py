@@ -124,7 +124,7 @@ def _one_part(batch: Any, count: int) -> list[Any]:
 
 
 def _split_method(root: nn.Module | None) -> Callable[[Any, int], Sequence[Any]] | None:
-    """The method ``split(batch, n)`` of a module; a method of that name with other parameters is not meant."""
+    """The method ``split(batch, n)`` of a module; a method of that name with other parameters is ignored."""
     method = getattr(root, "split", None)
     if not inspect.ismethod(method):
         return None
@@ -195,7 +195,9 @@ def _split_into_graphs(batch: Any, count: int) -> list[Piece]:
     first, total = counts[0]
     for path, other in counts:
         if other != total:
-            raise PlanError(f"the batch has {total} graphs in {first} and {other} in {path}")
+            raise PlanError(
+                f"the batch has {total} graphs in {first} and {other} in {path}; expected one number of graphs in all of them"
+            )
     count = min(count, total)
     sizes = [total // count + (i < total % count) for i in range(count)]
     starts = [sum(sizes[:i]) for i in range(count)]

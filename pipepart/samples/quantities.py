@@ -2,7 +2,7 @@
 
 A term of a loss is divided by a quantity. Samples are also computed with quantities (`weights / weights.sum()`,
 `x / x.abs().max()`, `l / len(l)`): in a micro-batch, such a number differs from that of the whole batch. Numbers that come
-from the network are no quantities, because the graph does not tell whether samples meet there.
+from the network are not quantities, because the graph does not tell whether the network combines samples.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class Quantities:
     def of(self, node: fx.Node) -> Quantity:
         """The value of a node for the whole batch. Sizes along the batch are the number of samples, times a constant."""
         if not self.follow.pure(node):
-            raise Unknown(node, "it is needed for the whole batch, and not made from the batch alone")
+            raise Unknown(node, "it is needed for the whole batch, but it is not made from the batch alone")
         meta = op_of(node)
         if not meta.is_number and meta.shape != ():
-            raise Unknown(node, "it is no single number")
+            raise Unknown(node, "it is not a single number")
         key = SAMPLES if meta.is_number and self.follow.counts_samples(node) else text_of(node)
         return self.found.setdefault(node.name, Quantity(node.name, key, node))
 
@@ -178,7 +178,7 @@ class Quantities:
             if name == "masked_select" and mask.shape != shape:
                 raise Unknown(node, "the mask has another shape than the tensor from which it selects")
             if not self.follow.ragged(index) and 0 not in self.follow.dims(index):
-                raise Unknown(node, "the mask does not go over the samples")
+                raise Unknown(node, "dimension 0 of the mask is not that of the samples")
             return self.count(node, true_elements, (index,))
         if mask.dtype in (torch.int64, torch.int32) and len(shape_of(index)) == 1:
             return self.count(node, size_of_first, (index,))

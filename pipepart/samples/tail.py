@@ -1,4 +1,4 @@
-"""The tail: the ops from the first one in which samples meet, which run once per batch on the values of all micro-batches.
+"""The tail: the ops from the first one that combines samples on. They run once per batch, on the values of all micro-batches.
 
 ```
 body   F1 F2 F3 F4                    B1 B2 B3 B4      on micro-batches, over all stages
@@ -47,7 +47,7 @@ class TailCut:
     inputs: Mapping[str, Law]
     """The values of the body on which the tail works, with the law that merges those of micro-batches."""
     loss: bool
-    """Whether the loss is among the outputs: backwards can only begin when the tail has run."""
+    """Whether the loss is among the outputs, so that backwards can begin only after the tail has run."""
     buffers: tuple[str, ...] = ()
     """Buffers that the tail changes."""
 
@@ -57,7 +57,7 @@ def cut_tail(recording: Recording, mixing: Mixing) -> TailCut | None:
     outputs = outputs_of(recording.graph)
     writes = persistent_writes(recording)
     if not mixing.wrong and not mixing.same_gradients:
-        raise Refused("samples meet in backward only (a hook, or a function with its own backward)")
+        raise Refused("samples are combined in backward only (by a hook, or a function with its own backward)")
     if not mixing.wrong and not writes:
         return None
     laws = mixing.laws
@@ -127,7 +127,7 @@ def _grown(
             node not in after and value and law.merges and not loose and node not in overwritten
         ):
             if not law.merges:
-                raise Refused(f"the input {node.name} of the batch is not cut along one dimension")
+                raise Refused(f"the input {node.name} of the batch is not split along one dimension")
             inputs.add(node)
             continue
         tail.add(node)
@@ -182,7 +182,7 @@ def _check_small(recording: Recording, tail: set[fx.Node]) -> None:
     used = sum(sizes.get(name, 0) for name in used_tensors(recording, list(tail)))
     if used > _FEW * sum(sizes.values()):
         raise Refused(
-            f"the ops after it hold {used / max(sum(sizes.values()), 1):.0%} of the parameters, and at most {_FEW:.0%} "
+            f"the ops after it use {used / max(sum(sizes.values()), 1):.0%} of the parameters, and at most {_FEW:.0%} "
             "can be run once per batch on the last stage"
         )
 

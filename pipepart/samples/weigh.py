@@ -26,8 +26,8 @@ __all__ = ["Weighed", "unweighed", "weigh"]
 
 _HOST = torch.device("cpu")
 _SWAPPED = (
-    "samples are computed with a number of their batch (such as w / w.sum()): each batch is exact, and with accumulated "
-    "batches that number is the one of each batch, as on one device"
+    "samples are computed with a number of their batch (such as w / w.sum()): each batch is exact, and accumulated batches "
+    "use the number of their own batch, as on one device"
 )
 
 
@@ -156,7 +156,7 @@ def _output(value: Any, quantities: Quantities, terms: Terms) -> _Output:
         return _Output(value, "constant")
     meta = op_of(value)
     if meta.is_number or meta.shape is None:
-        raise Unknown(value, "it is no tensor")
+        raise Unknown(value, "it is not a tensor")
     if follow.ragged(value):
         raise Unknown(value, "its shape depends on the contents of the batch")
     if follow.dims(value):
