@@ -238,7 +238,7 @@ class Emission:
         self._drop(candidates)
         for form in dict.fromkeys(forms):
             if isinstance(form, Ratio) and form.node in self._numerators and form.node.users:
-                # Another op needs the value for the micro-batch: it is the numerator, divided by the quantity of the micro-batch.
+                # Another op needs the value for the micro-batch: it is computed from the numerator.
                 made = self._call(form.node, torch.div, (self._numerators[form.node], form.quantity.node))
                 form.node.replace_all_uses_with(made)
         self._drop(candidates)
