@@ -37,7 +37,7 @@ class SamplesMeet(UserWarning):
 
 @dataclass(frozen=True)
 class Samples:
-    """The treatment of samples that meet, and its description for the user."""
+    """The treatment of ops that combine samples, and its description for the user."""
 
     cut: TailCut | None = None
     text: str = ""
@@ -68,7 +68,7 @@ class Samples:
 def agree_on_samples(
     job: Job, recorded: Recorded, batch: Any, example: Example, inside_replica: bool = False
 ) -> Samples:
-    """Check a batch on the first rank of the job, or of this replica, and return the verdict. All ranks of it must call it.
+    """Check a batch on the first rank of the job, or of this replica, and return the verdict. All of its ranks must call it.
 
     With ``loss="microbatch"`` nothing is checked, since the result is meant to differ.
     """

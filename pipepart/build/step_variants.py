@@ -191,7 +191,7 @@ def empty_replica(batch: Any, name: str, runtime: StageRuntime, all_replicas: bo
 
 
 def _is_empty(batch: Any, recording: Recording) -> bool:
-    """Whether a batch has no samples, or no tensors where the recording has some."""
+    """Return whether a batch has no samples, or no tensors where the recording has some."""
     if has_no_graphs(batch):
         return True
     leaves, tree = trees.flatten(batch)

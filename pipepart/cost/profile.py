@@ -238,7 +238,7 @@ class _OpProfiler(fx.Interpreter):
         return fx.node.map_aggregate(out, functools.partial(_detached, needs))
 
     def _signature(self, n: fx.Node, args: Any, kwargs: Any) -> str:
-        """Return the properties that decide the cost of an op: ops with one signature are of one kind."""
+        """Return the properties that determine the cost of an op: ops with one signature are of one kind."""
 
         def shown(value: Any) -> Any:
             if isinstance(value, torch.Tensor):

@@ -9,14 +9,14 @@ __all__ = ["cache_folder", "cpu_with_amx", "usable_cores"]
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, which may be fewer than the machine has (containers, taskset)."""
+    """Return the cores that this process may run on, which may be fewer than the machine has (containers, taskset)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cache_folder() -> Path:
-    """The folder of cached measurements: PIPEPART_CACHE, or the user's cache folder."""
+    """Return the folder of cached measurements: PIPEPART_CACHE, or the user's cache folder."""
     if "PIPEPART_CACHE" in os.environ:
         return Path(os.environ["PIPEPART_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pipepart"

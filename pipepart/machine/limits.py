@@ -86,7 +86,7 @@ def products() -> Products | None:
 
 
 def usable(dtype: str) -> bool:
-    """Whether products of a dtype, as named by torch, can be computed in this process."""
+    """Return whether products of a dtype, as named by torch, can be computed in this process."""
     found = limit_instructions()
     if found is None or dtype not in _DTYPES:
         return True
@@ -202,7 +202,7 @@ def _keep(cpu: tuple[str, str], answer: Products) -> None:
 
 
 def _file(cpu: tuple[str, str]) -> Path:
-    """The file of the answer; its name depends on the CPU, the version of torch and the limits of the user."""
+    """Return the file of the answer; its name depends on the CPU, the version of torch and the limits of the user."""
     try:
         torch = version("torch")
     except PackageNotFoundError:

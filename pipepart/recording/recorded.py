@@ -63,7 +63,7 @@ class ExtraOutput:
 
     @property
     def is_module(self) -> bool:
-        """Whether the value is a module, which is no output of the graph."""
+        """Whether the value is a module, which is not an output of the graph."""
         return isinstance(self.value, nn.Module)
 
 
@@ -102,7 +102,7 @@ class Recording:
     """For each flat output of the result the dimension of its samples in the user's result; in the graph it is 0."""
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
-        """The leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
+        """Return the leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
 
         For a step: ``flatten((batch,), {"batch_idx": 3})``; numbers that are not given count as 0.
         """
@@ -140,21 +140,21 @@ class Recording:
         return leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The flat outputs (extra outputs are ignored) in the structure that the user's function returned."""
+        """Return the flat outputs (extra outputs are ignored) in the structure that the user's function returned."""
         if any(self.moved):
             dims = [*self.moved, *[0] * (len(leaves) - len(self.moved))]
             leaves = [v.movedim(0, d) if d and isinstance(v, torch.Tensor) else v for v, d in zip(leaves, dims)]
         return trees.unflatten(leaves, self.output_tree)
 
     def module(self) -> nn.Module:
-        """The recording as a module that is called like the original, over the same parameters."""
+        """Return the recording as a module that is called like the original, over the same parameters."""
         from pipepart.recording.execution.emit import executable
         from pipepart.recording.execution.ops_run import RecordedModule
 
         return RecordedModule(self, executable(self))
 
     def graph_module(self, device: torch.device | None = None) -> fx.GraphModule:
-        """The whole graph as one executable module: flat inputs to a tuple of flat outputs.
+        """Return the whole graph as one executable module: flat inputs to a tuple of flat outputs.
 
         Each op is a node of it: regions of activation checkpointing are not run again in backward (those of `module`
         and of chunks are).

@@ -59,7 +59,7 @@ class Container:
     """The leaves of such a batch as the recording takes them."""
 
     def splits(self, microbatch_size: int) -> Iterator[Split] | None:
-        """Splits of a container of some samples by the rule of the container, the best first; None if it is not split."""
+        """Return splits of some of the samples by the rule of the container, the best first; None if it is not split."""
         total = self.pieces.samples(self.batch)
         if total < 2 or microbatch_size >= total:
             return None
@@ -126,7 +126,7 @@ def _holds(recording: Recording, split: Split) -> bool:
 
 
 def _splits(recording: Recording, leaves: Sequence[Any], microbatch_size: int) -> list[Split] | None:
-    """Samples around the first boundary between micro-batches, the best split first; None if the batch is not split."""
+    """Return splits of samples around the first boundary of micro-batches, the best first; None if the batch is not split."""
     places = _places(recording, leaves)
     total = int(leaves[places[0]].shape[0]) if places else 0
     if total < 2 or microbatch_size >= total:
@@ -139,7 +139,7 @@ def _splits(recording: Recording, leaves: Sequence[Any], microbatch_size: int) -
 
 
 def _others(recording: Recording, leaves: Sequence[Any], sizes: Sequence[int]) -> Iterator[Split]:
-    """Other neighbouring samples of the batch, split at other places."""
+    """Yield splits of other neighbouring samples of the batch."""
     places = _places(recording, leaves)
     total, most = int(leaves[places[0]].shape[0]), max(sizes)
     near = range(most // 2 + 1, most + 1)
@@ -154,7 +154,7 @@ def _others(recording: Recording, leaves: Sequence[Any], sizes: Sequence[int]) -
 
 
 def _neighbours(leaves: Sequence[Any], places: Sequence[int], boundary: int, sizes: tuple[int, int]) -> Split:
-    """The samples on both sides of a boundary; `places` are the leaves that hold samples."""
+    """Return the split of the samples on both sides of a boundary; `places` are the leaves that hold samples."""
     total = int(leaves[places[0]].shape[0])
     start = min(max(0, boundary - sizes[0]), total - sum(sizes))
     held = [i in places and leaf.shape[0] == total for i, leaf in enumerate(leaves)]
@@ -166,7 +166,7 @@ def _neighbours(leaves: Sequence[Any], places: Sequence[int], boundary: int, siz
 
 
 def _places(recording: Recording, leaves: Sequence[Any]) -> tuple[int, ...]:
-    """The leaves that hold samples."""
+    """Return the leaves that hold samples."""
     if recording.batching is not None:
         return recording.batching.places
     try:
@@ -176,7 +176,7 @@ def _places(recording: Recording, leaves: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _with_numbers(split: Split, weighed: Weighed) -> Split:
-    """The same samples with the numbers of their batch, from which the weights are made."""
+    """Return the split with further leaves: the numbers of its batch, from which the weights are made."""
     alone = weighed.numbers(split.whole, (sum(split.sizes),)).inputs.values()
     shared = weighed.numbers(split.whole, split.sizes).inputs.values()
 
@@ -189,7 +189,7 @@ def _with_numbers(split: Split, weighed: Weighed) -> Split:
 
 
 def leaves_without_samples(recording: Recording, leaves: Sequence[Any]) -> list[str]:
-    """Tensors of the batch that do not hold its samples: every micro-batch gets them as they are."""
+    """Describe the tensors of a batch that do not hold its samples: every micro-batch gets them as they are."""
     places = _places(recording, leaves)
     return [
         f"{spec.path} {tuple(leaf.shape)}"
@@ -204,7 +204,7 @@ def leaves_without_samples(recording: Recording, leaves: Sequence[Any]) -> list[
 def describe_check(
     recording: Recording, check: BatchCheck, cut: TailCut | None, refused: str, unsplit: Sequence[str] = ()
 ) -> str:
-    """The message on a check: the op that combines samples, the difference that it makes, and the solution or the remedy.
+    """Return the message on a check: the op that combines samples, the difference, and the solution or what to do.
 
     The message is empty if micro-batches make up the whole batch. `unsplit` are leaves without samples.
     """
@@ -264,7 +264,7 @@ def _differences(recording: Recording, mixing: Mixing) -> str:
 
 
 def describe_leaves(unsplit: Sequence[str]) -> str:
-    """A note on leaves without samples; empty if there are none."""
+    """Return a note on leaves without samples; empty if there are none."""
     if not unsplit:
         return ""
     return (
@@ -274,7 +274,7 @@ def describe_leaves(unsplit: Sequence[str]) -> str:
 
 
 def describe_norms(recording: Recording) -> str:
-    """A note on BatchNorm layers, which use the statistics of a micro-batch in every pipeline; empty if there are none."""
+    """Return a note on BatchNorm layers, which use the statistics of a micro-batch; empty if there are none."""
     if not recording.training:
         return ""
     modules = dict(recording.root.named_modules())

@@ -52,7 +52,7 @@ class Split:
     """Outputs that are merged in another way, and are not compared."""
 
     def weights(self, output: int) -> list[float]:
-        """The weight of each part in an output."""
+        """Return the weight of each part in an output."""
         return [1.0 if output in self.sums else size / sum(self.sizes) for size in self.sizes]
 
 
@@ -99,7 +99,7 @@ class _Run:
         if node.target is set_attribute:
             self.assigned[assigned_path(node)] = args[2]
             return None
-        if node.target is check:  # sizes were checked before; the runtime checks decisions by data
+        if node.target is check:  # sizes were checked before; the runtime checks branches on data
             return None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(bool(op_of(node).grad_mode)))
@@ -115,7 +115,7 @@ class _Run:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _value(self, argument: Any) -> Any:
-        """The value of an argument of an op."""
+        """Return the value of an argument of an op."""
         if isinstance(argument, fx.Node):
             return self.values[argument]
         return _WIDE.get(argument, argument) if self.exact and isinstance(argument, torch.dtype) else argument
@@ -137,14 +137,14 @@ class _Run:
         return self.buffers[id(tensor)]
 
     def _own(self, leaf: Any) -> Any:
-        """A copy of a tensor; an exact run has floating-point tensors in float64."""
+        """Return a copy of a tensor; an exact run has floating-point tensors in float64."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         wide = self.exact and leaf.dtype in _NARROW
         return leaf.detach().to(torch.float64) if wide else leaf.detach().clone()
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter with other values: in a new model, gates may be closed and all samples may take the same path."""
+        """Return a parameter with other values: in a new model, gates may be closed and all samples may take the same path."""
         if self.generator is None or not tensor.is_floating_point():
             return tensor
         noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64).to(tensor)
@@ -227,7 +227,7 @@ class Lockstep:
         return bool(own) and all(source in self.fragile for source in own)
 
     def _adds_up(self, node: fx.Node) -> bool:
-        """Whether a tensor of the whole has other values than those of the parts, not only more of them."""
+        """Return whether a tensor of the whole has other values than those of the parts, not only more of them."""
         return self.laws[node].kind in ("mean", "sum") and isinstance(self.whole.values[node], torch.Tensor)
 
     def _consistent(self, node: fx.Node) -> bool:
@@ -281,14 +281,14 @@ def run_in_lockstep(recording: Recording, split: Split, moved: int | None = None
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value consists of whole numbers, which are easily equal by chance; real numbers are not."""
+    """Return whether a value consists of whole numbers, which are easily equal by chance; real numbers are not."""
     if isinstance(value, torch.Tensor):
         return not value.is_complex() and (not value.is_floating_point() or bool((value == value.round()).all()))
     return isinstance(value, (bool, int)) or (isinstance(value, float) and value.is_integer())
 
 
 def _random_state() -> tuple[bytes, Any]:
-    """The state of all generators from which a model on this device draws."""
+    """Return the state of all generators from which a model on this device draws."""
     return torch.get_rng_state().numpy().tobytes(), outside_rng()
 
 

@@ -93,7 +93,7 @@ class _Call:
 
 
 def loss_form(node: fx.Node, quantities: Quantities) -> Form | None:
-    """The form of a loss of torch; None if the node is not such a loss. Raises `Unknown`."""
+    """Return the form of a loss of torch; None if the node is not such a loss. Raises `Unknown`."""
     recording, follow = quantities.recording, quantities.follow
     call = _call_of(node, recording)
     if call is None:

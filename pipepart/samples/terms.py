@@ -36,7 +36,7 @@ class Terms:
         self._known: dict[fx.Node, Form] = {}
 
     def form(self, node: Any) -> Form:
-        """The form of a value. Raises `Unknown`."""
+        """Return the form of a value. Raises `Unknown`."""
         if not isinstance(node, fx.Node) or not self._follow.depends(node):
             return Keep(node)
         if node not in self._known:
@@ -131,7 +131,7 @@ class Terms:
         return Op(node, {source: self.form(source) for source in sources})
 
     def _is_factor(self, value: fx.Node) -> bool:
-        """Whether a value is not a term: it does not depend on the batch, or it is one number of the batch."""
+        """Return whether a value is not a term: it does not depend on the batch, or it is one number of the batch."""
         if not self._follow.depends(value):
             return True
         meta = op_of(value)
@@ -148,7 +148,7 @@ class Terms:
         return Scaled(node, inner, self._quantities.of(factor), power)
 
     def _changed(self, node: fx.Node) -> Form:
-        """The form of a tensor after an op in place: that of the op, if it changed this very tensor as a whole."""
+        """Return the form of a tensor after an op in place: that of the op, if it changed this very tensor as a whole."""
         tensor, mutation = node.args
         if isinstance(mutation, fx.Node) and isinstance(tensor, fx.Node) and mutation.op == "call_method":
             same = mutation.args and mutation.args[0] is tensor and name_of(mutation) in ("add", "sub", "mul", "div")

@@ -33,7 +33,7 @@ def simplify(runs: Sequence[Recorder]) -> None:
 
 
 def _rows(runs: Sequence[Recorder]) -> dict[fx.Node, tuple[Any, ...]]:
-    """The row of each number of the first run. The rows of tensor dimensions are stored in the facts of that run."""
+    """Return the row of each number of the first run. The rows of tensor dimensions are stored in the facts of that run."""
     found = {}
     for nodes in zip(*(run.graph.nodes for run in runs)):
         facts = [run.facts[node] for run, node in zip(runs, nodes) if node in run.facts]
@@ -50,7 +50,7 @@ def _rows(runs: Sequence[Recorder]) -> dict[fx.Node, tuple[Any, ...]]:
 
 
 def _input_rows(runs: Sequence[Recorder]) -> dict[tuple[int, ...], tuple[fx.Node, int]]:
-    """The input dimension that has each row of sizes; if several have it, the one of the smallest tensor."""
+    """Return the input dimension that has each row of sizes; if several have it, the one of the smallest tensor."""
     found: dict[tuple[int, ...], tuple[fx.Node, int]] = {}
     inputs = zip(*(run.graph.find_nodes(op="placeholder") for run in runs))
     order = sorted(inputs, key=lambda nodes: runs[0].facts[nodes[0]].output_bytes)

@@ -73,17 +73,17 @@ class Explanation:
     dimension: variants.Dimension
 
     def value(self, size: int) -> Any:
-        """The value of the constant at this size."""
+        """Return the value of the constant at this size."""
         return FORMULAS[self.formula].apply(self.constant, size)
 
     def holds(self, size: int, value: Any) -> bool:
-        """Whether `value` is the value of the formula at this size."""
+        """Return whether `value` is the value of the formula at this size."""
         expected = self.value(size)
         return type(expected) is type(value) and math.isclose(expected, value, rel_tol=1e-9)
 
 
 def _explanations(dimension: variants.Dimension, value: Any, size: int, other: Any) -> list[Explanation]:
-    """The formulas by which a constant is `value` in the example and `other` at `size`, the simplest first."""
+    """Return the formulas by which a constant is `value` in the example and `other` at `size`, the simplest first."""
     found = []
     for name, formula in FORMULAS.items():
         constant = formula.solve(value, dimension.size)
@@ -194,7 +194,7 @@ class Study:
             self.reasons.update(dict.fromkeys(dims, reason))
 
     def ignored_strings(self) -> set[int]:
-        """Inputs that are texts (names of samples) without influence: other texts give the same graph."""
+        """Return the inputs that are texts (names of samples) without influence: other texts give the same graph."""
         texts = {i for i, leaf in enumerate(self.leaves) if _is_text(leaf)}
         if self.call.step is None:  # an argument may be the name of a mode; texts in a container belong to its samples
             pieces = self.call.batching is not None and self.call.batching.in_pieces
@@ -210,7 +210,7 @@ class Study:
         return set() if mismatch is not None or numbers else texts
 
     def notes(self) -> list[str]:
-        """Notes on dimensions that are fixed, with the reasons."""
+        """Return notes on dimensions that are fixed, with the reasons."""
         free = {place for dim in self.proved for place in dim.places}
         return [
             f"{'batch size' if dim.is_batch else f'dimension of size {dim.size}'}: fixed; the model {reason}"
@@ -281,5 +281,5 @@ def _other_text(leaf: Any) -> Any:
 
 
 def _structures_differ(a: Run, b: Run) -> bool:
-    """Whether the results or the extra outputs of two runs have different structures."""
+    """Return whether the results or the extra outputs of two runs have different structures."""
     return a.output_tree != b.output_tree or [e.name for e in a.extras] != [e.name for e in b.extras]

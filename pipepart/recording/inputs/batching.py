@@ -45,11 +45,11 @@ class Batching:
         return others.most_common(1)[0][0] if others else 0
 
     def first(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves with their samples along dimension 0."""
+        """Return the leaves with their samples along dimension 0."""
         return [leaf.movedim(dim, 0) if dim else leaf for leaf, dim in zip(leaves, self._all(leaves))]
 
     def back(self, leaves: Sequence[Any]) -> list[Any]:
-        """The opposite of `first`."""
+        """Return leaves that have their samples along dimension 0 with the samples along their own dimensions again."""
         return [leaf.movedim(0, dim) if dim else leaf for leaf, dim in zip(leaves, self._all(leaves))]
 
     def _all(self, leaves: Sequence[Any]) -> list[int | None]:
@@ -72,14 +72,14 @@ def check_batch_dim(batch_dim: Any) -> None:
 
 
 def leaf_name(path: str) -> str:
-    """The path ``batch['x'][0]`` as the key ``x.0`` of a mapping."""
+    """Return the path ``batch['x'][0]`` as the key ``x.0`` of a mapping."""
     keys = re.findall(r"\[((?:'(?:[^'\\]|\\.)*'|\"[^\"]*\"|[^\]])*)\]", path)
     head = path.partition("[")[0]
     return ".".join([*([head] if head and head != "batch" else []), *(key.strip("'\"") for key in keys)])
 
 
 def batching_of(leaves: Sequence[Any], paths: Sequence[str], batch_dim: BatchDim = 0) -> Batching:
-    """The leaves that are split, with their dimensions.
+    """Return the leaves that are split, with their dimensions.
 
     The number of samples is the most frequent size along these dimensions, the first one if several are equally frequent.
     A leaf of another size goes whole to every micro-batch; all leaves that the mapping names must have the same size.
@@ -118,7 +118,7 @@ def batching_of(leaves: Sequence[Any], paths: Sequence[str], batch_dim: BatchDim
 
 
 def first_in_result(result: Any, values: Sequence[Any], batching: Batching | None, moved: list[int]) -> Any:
-    """The result with its samples along dimension 0, if the batch has them along another dimension.
+    """Return the result with its samples along dimension 0, if the batch has them along another dimension.
 
     `moved` gets the former dimension of each leaf, 0 for leaves that are not moved.
     """

@@ -54,7 +54,7 @@ _running: list[Reads] = []
 
 
 def active() -> Reads | None:
-    """The reads of the run that is being recorded; None if there is none."""
+    """Return the reads of the run that is being recorded; None if there is none."""
     return _running[-1] if _running else None
 
 
@@ -83,7 +83,7 @@ class Reads:
         self.notes: list[str] = []
 
     def guards(self) -> Guards:
-        """The places that the run has read, except those of numbers that are inputs of the graph."""
+        """Return the places that the run has read, except those of numbers that are inputs of the graph."""
         return Guards(tuple(self._entries.values()))
 
     def _expect(self, place: Place, value: Any) -> None:
@@ -176,7 +176,7 @@ class Reads:
     # ---- the trainer
 
     def of_trainer(self, trainer: Any, name: str) -> Any:
-        """An attribute of the trainer that the step reads."""
+        """Return an attribute of the trainer that the step reads."""
         value = self._quietly(getattr, trainer, name)
         text = f"trainer.{name}"
         if text in self._inputs:
@@ -300,12 +300,12 @@ class Reads:
 
 
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Keys and values of a dictionary or a sequence; methods of subclasses are not called."""
+    """Return the keys and values of a dictionary or a sequence; methods of subclasses are not called."""
     return dict.items(value) if isinstance(value, dict) else enumerate(tuple(value))
 
 
 def _has_no_numbers(value: Any) -> bool:
-    """Whether a container holds only texts, flags and functions: none of its items can become an input."""
+    """Return whether a container holds only texts, flags and functions: none of its items can become an input."""
     items = [item for _, item in _items_of(value)]
     return bool(items) and all(
         isinstance(item, _CALLABLE) or (is_plain_value(item) and not is_number(item)) for item in items
@@ -314,7 +314,7 @@ def _has_no_numbers(value: Any) -> bool:
 
 @contextmanager
 def _math_on_numbers() -> Iterator[None]:
-    """Functions of `math` accept tracked numbers inside, and their results are tracked too."""
+    """Let functions of `math` accept tracked numbers inside the context; their results are tracked, too."""
     originals = {name: getattr(math, name) for name in _MATH}
 
     def tracking(function: Any) -> Any:

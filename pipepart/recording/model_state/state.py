@@ -50,7 +50,7 @@ class Names:
 
 
 def names_of(root: nn.Module) -> Names:
-    """The names of all modules and tensors that a recorded run of `root` may use."""
+    """Return the names of all modules and tensors that a recorded run of `root` may use."""
     listed, tensors = list(root.named_modules()), tensor_names(root)
     kept: list[torch.Tensor] = [*root.parameters(), *root.buffers()]
     for path, module in listed:
@@ -62,7 +62,7 @@ def names_of(root: nn.Module) -> Names:
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
-    """The first name of each parameter and buffer of the root, by identity, in order."""
+    """Return the first name of each parameter and buffer of the root, by identity, in order."""
     names: dict[int, str] = {}
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         names.setdefault(id(tensor), name)
@@ -145,7 +145,7 @@ class Snapshot:
         ]
 
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
-        """Module path, module, attribute, value before and value now of each attribute that has changed."""
+        """Yield module path, module, attribute, value before and value now of each attribute that has changed."""
         for known in self.modules:
             before: dict[str, Any] = {**known.attributes, **known.registries.get("_buffers", {})}
             now: dict[str, Any] = {**vars(known.module), **_registries(known.module).get("_buffers", {})}
@@ -160,7 +160,7 @@ class Snapshot:
                     yield known.path, known.module, name, _Items(f"{was} items"), _Items(after)
 
     def hook_changes(self) -> Iterator[tuple[str, str]]:
-        """Module path and registry of hooks that were added or removed."""
+        """Yield the module path and the registry of hooks that were added or removed."""
         for known in self.modules:
             now = _registries(known.module)
             for name in _HOOKS:
@@ -187,7 +187,7 @@ class Snapshot:
 
 
 def _containers(module: nn.Module) -> dict[str, Any]:
-    """Copies of the plain containers of a module that a forward may change."""
+    """Return copies of the plain containers of a module that a forward may change."""
     return {
         name: value.copy()
         for name, value in vars(module).items()
@@ -231,7 +231,7 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
     finally:
         before.restore()
         with torch.no_grad():
-            for buffer, value in buffers:  # not by version: batch norm changes its statistics without counting
+            for buffer, value in buffers:  # all of them: batch norm writes its statistics without counting versions
                 if buffer.is_meta:
                     continue
                 if buffer.shape == value.shape:
@@ -258,7 +258,7 @@ def _same_draws() -> Iterator[None]:
 
 
 def is_abstract(root: nn.Module) -> bool:
-    """Whether a module has parameters or buffers on the meta device, which have no memory."""
+    """Return whether a module has parameters or buffers on the meta device, which have no memory."""
     return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
 

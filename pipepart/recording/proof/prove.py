@@ -138,7 +138,7 @@ class _Proof:
     def _explained(
         self, leaves: list[Any], expected: Outcome, got: Outcome, found: list[Difference], limit: float
     ) -> tuple[list[Difference], str]:
-        """The differences that are larger than those between two runs of the model, and the op at fault.
+        """Return the differences that are larger than those between two runs of the model, and the op at fault.
 
         The model runs once more, op by op. Two runs of it may differ by up to `limit`.
         """

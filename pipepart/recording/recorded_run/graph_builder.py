@@ -117,7 +117,7 @@ class GraphBuilder:
         if op == "call_function":
             target = nameable(target)
         node = self.graph.create_node(op, target, (), {})
-        node.args = args  # set afterwards: fx walks arguments that are given at once a second time
+        node.args = args  # set afterwards, because fx would walk arguments of `create_node` twice
         if kwargs:
             node.kwargs = kwargs
         path, module = self.stack[-1]

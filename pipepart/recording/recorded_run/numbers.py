@@ -146,7 +146,7 @@ class NumberRecorder:
         return node
 
     def _check(self, node: fx.Node, value: Any, where: str, from_data: bool) -> None:
-        """Add a check that a node has this value, unless chance decides it."""
+        """Add a check that a node has this value. A random value is refused, unless only one outcome is possible."""
         if self.facts[node].chance:
             if _certain(node):
                 return
