@@ -170,7 +170,7 @@ def keep_whole(root: nn.Module, path: str, settings: Settings, why: str) -> bool
 
 
 def remember(error: Exception, settings: Settings) -> None:
-    """If a run has found dictionaries that the model fills by size, record again with empty dictionaries."""
+    """If a run has found dictionaries that the model fills by size, record again with these dictionaries empty."""
     if isinstance(error, memos.Remembers) or settings.suspects:
         settings.tables += error.tables if isinstance(error, memos.Remembers) else ()
         settings.suspects = []

@@ -69,7 +69,7 @@ class OpMeta(OpData):
         return bool(self.mutates)
 
     def beside(self, **fields: Any) -> OpMeta:
-        """Return the description of an op that is added at the same place of the model; other `fields` have their defaults."""
+        """Return the description of an op that is added at the same place of the model, with these other fields."""
         return OpMeta(module=self.module, module_class=self.module_class, source=self.source, **fields)
 
 

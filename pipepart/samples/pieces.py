@@ -74,7 +74,9 @@ class Pieces:
         parts = self.method(_given(batch) if self.call else batch, count)
         if not isinstance(parts, (list, tuple)) or not 1 <= len(parts) <= count:
             got = f"{len(parts)} of them" if isinstance(parts, (list, tuple)) else type(parts).__name__
-            raise PlanError(f"split(batch, {count}): expected a list of 1 to {count} batches, got {got}")
+            raise PlanError(
+                f"the method split(batch, {count}) of the module: expected a list of 1 to {count} batches, got {got}"
+            )
         whole = [_call_of(part, batch) for part in parts] if self.call else list(parts)
         return [Piece(part, self.samples(part)) for part in whole]
 

@@ -1,4 +1,4 @@
-"""Simplification of a recorded graph: sizes are read from inputs, fixed numbers become constants, unused reads go.
+"""Simplification of a recorded graph: sizes are read from inputs, fixed numbers become constants, unused reads are removed.
 
 Runs of one model at several example sizes give each number a row of values. A number with a constant row is a constant; a
 number with the row of an input dimension is the size of that input. Of the checks on comparisons of numbers, only those

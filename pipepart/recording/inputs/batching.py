@@ -40,7 +40,7 @@ class Batching:
 
     @property
     def other_dim(self) -> int:
-        """The dimension of the samples in results: the most frequent dimension of the leaves other than 0, if there is one."""
+        """The dimension of the samples in results: the most frequent non-zero dimension of the leaves; 0 if there is none."""
         others = Counter(dim for dim in self.dims if dim)
         return others.most_common(1)[0][0] if others else 0
 
@@ -49,7 +49,7 @@ class Batching:
         return [leaf.movedim(dim, 0) if dim else leaf for leaf, dim in zip(leaves, self._all(leaves))]
 
     def back(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return leaves that have their samples along dimension 0 with the samples along their own dimensions again."""
+        """Return the leaves with their samples along their own dimensions again: the opposite of `first`."""
         return [leaf.movedim(0, dim) if dim else leaf for leaf, dim in zip(leaves, self._all(leaves))]
 
     def _all(self, leaves: Sequence[Any]) -> list[int | None]:

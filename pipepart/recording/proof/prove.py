@@ -175,7 +175,8 @@ def _check_modes(recording: Recording, replay: Replay) -> None:
             raise CaptureError(
                 f"{type(recording.root).__name__}: op {node.name} ({where_is(node)}) "
                 f"{'requires' if requires_grad else 'does not require'} a gradient in the recorded graph, and "
-                f"{'does' if meta.requires_grad else 'does not'} in the model: it is run in another gradient mode"
+                f"{'does' if meta.requires_grad else 'does not'} in the model: it is run in another gradient mode\n"
+                "  do: report it as a bug, with the op"
             )
 
 
