@@ -1,7 +1,7 @@
 """Build: the one path from a model and an example batch to a running stage.
 
 It records on every rank, makes the plan on rank 0, checks that all ranks agree, proves the chunks, and makes the runtime.
-It knows processes and all rooms before it. It does not know Lightning.
+The package knows processes and all packages from `recording` to `runtime`. It must not know Lightning.
 """
 
 from pipepart.build.job import Example, Job, Recorded, Step, example_microbatch

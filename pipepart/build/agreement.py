@@ -1,7 +1,8 @@
 """Agreement on a plan: all ranks measure costs, rank 0 plans and proves the chunks, the others check that the plan fits.
 
-Where the number of micro-batches is free, several numbers are measured: more micro-batches leave a smaller bubble, larger
-ones use a device better, and the best number depends on the model. The search for a plan (`planning/search.py`) chooses.
+If the number of micro-batches is free, several numbers are measured: more micro-batches leave a smaller bubble, larger
+micro-batches use a device better, and the best number depends on the model. The search for a plan (`planning/search.py`)
+chooses the number.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def agree_on_plan(
             plan = Plan.from_json(broadcast_object(plan.to_json() if plan is not None else "", 0, groups))
         assert plan is not None
         _check_fits(plan, graph, mesh)
-        if job.decides():  # one rank proves for all: they have the same graph
+        if job.decides():  # one rank runs the proof for all: they have the same graph
             cut = dict(zip(plan.ops, plan.chunk_of))
             prove_chunks(recording, split(recording, cut, len(plan.placement)), cut, leaves, job.context)
     return plan, graph, costs
@@ -106,9 +107,10 @@ def prove_step(
     backward: bool = True,
     inside_replica: bool = False,
 ) -> None:
-    """Prove the chunks of a recording under a plan that was made for another one, the graph `planned`.
+    """Prove the chunks of a recording under a plan that was made for another recording, with the graph `planned`.
 
-    The model must be whole. Rank 0, or the first rank of this replica, proves; other ranks may call it.
+    The model must be whole. Only rank 0, or with `inside_replica` the first rank of this replica, runs the proof; on other
+    ranks the call does nothing.
     """
     if not job.decides(inside_replica):
         return
@@ -210,12 +212,13 @@ def _searched(
 def _check_fits(plan: Plan, graph: OpGraph, mesh: Mesh) -> None:
     if (plan.replicas, plan.stages) != (mesh.replicas, mesh.stages):
         raise PlanError(
-            f"the plan is for {plan.replicas} replica(s) x {plan.stages} stage(s), but there are {mesh.world_size} device(s) "
-            f"as {mesh.replicas} x {mesh.stages}. Start {plan.replicas * plan.stages} processes, or plan again."
+            f"the plan is for {plan.replicas} replica(s) x {plan.stages} stage(s), but this job has {mesh.world_size} "
+            f"device(s) as {mesh.replicas} replica(s) x {mesh.stages} stage(s). Start {plan.replicas * plan.stages} "
+            "processes with this number of stages, or make the plan again for this job."
         )
     if plan.graph_hash != graph.hash or plan.ops != tuple(op.name for op in graph.ops):
         raise PlanError(
-            f"the plan is for another model: its graph is {plan.graph_hash[:12]} with {len(plan.ops)} ops, this rank has "
-            f"recorded {graph.hash[:12]} with {len(graph.ops)} ops. If the plan came from a file, plan again; else the model "
-            f"differs between ranks: build it the same way, from the same configuration, on every rank."
+            f"the plan is for another model: its graph is {plan.graph_hash[:12]} with {len(plan.ops)} ops, but this rank has "
+            f"recorded {graph.hash[:12]} with {len(graph.ops)} ops. If the plan came from a file, make it again; otherwise "
+            "the model differs between ranks: build it in the same way, from the same configuration, on every rank."
         )

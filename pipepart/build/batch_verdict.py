@@ -1,4 +1,7 @@
-"""The verdict on a batch: whether micro-batches make up the whole batch, checked on one rank and shared with all."""
+"""The verdict on a batch: whether the results of micro-batches make up those of the whole batch.
+
+One rank checks the batch and sends the verdict to all ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,19 @@ __all__ = ["Samples", "SamplesMeet", "agree_on_samples", "container_of", "look_a
 
 
 class SamplesMeet(UserWarning):
-    """Samples of a batch meet in the model; the text names the ops and the consequence."""
+    """An op of the model combines samples of a batch. The text names the op and the consequence."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The treatment of samples that meet, and its description for the user."""
+    """The treatment of ops that combine samples, and its description for the user."""
 
     cut: TailCut | None = None
     text: str = ""
     notes: tuple[str, ...] = ()
-    """Remarks on code that is probably intended."""
+    """Remarks on behaviour that is probably intended, such as BatchNorm on micro-batches."""
     checked: bool = False
-    """Micro-batches make up the whole batch, alone or with the tail."""
+    """Whether the results of micro-batches, alone or with the tail, make up those of the whole batch."""
 
     @property
     def lines(self) -> str:
@@ -55,9 +58,9 @@ class Samples:
             return options
         if options.schedule not in ("auto", "gpipe") and not options.schedule.endswith(".csv"):
             raise PlanError(
-                f"{self.text}\nSo the loss is known after all forwards, but the schedule {options.schedule!r} starts backwards "
-                "before that. Use schedule='auto' or 'gpipe', microbatches=1, or loss='microbatch' (samples then meet those "
-                "of their micro-batch only)."
+                f"{self.text}\nSo the loss is known only after all forwards, but the schedule {options.schedule!r} starts "
+                "backwards before that. Use schedule='auto' or 'gpipe', microbatches=1, or loss='microbatch' (samples are then "
+                "combined within their micro-batch only)."
             )
         return options if options.schedule.endswith(".csv") else replace(options, schedule="gpipe")
 
@@ -65,7 +68,7 @@ class Samples:
 def agree_on_samples(
     job: Job, recorded: Recorded, batch: Any, example: Example, inside_replica: bool = False
 ) -> Samples:
-    """Check a batch on the first rank of the job, or of this replica, and return its verdict. All of them must call it.
+    """Check a batch on the first rank of the job, or of this replica, and return the verdict. All of its ranks must call it.
 
     With ``loss="microbatch"`` nothing is checked, since the result is meant to differ.
     """
@@ -92,7 +95,7 @@ def look_at_samples(
 ) -> Samples:
     """Compare a batch with its micro-batches and, if they differ, find the tail that makes them equal.
 
-    `free`: outputs that are not merged as means or batches; `pieces`: the way a container is split.
+    `free`: outputs that are neither averaged nor concatenated; `pieces`: the way a container is split.
     """
     in_pieces = container_of(recording, args, kwargs, pieces)
     try:
@@ -104,9 +107,8 @@ def look_at_samples(
     if check.mixing is not None and (not check.mixing.same or persistent_writes(recording)):
         plain = check_batch(recording, leaves, microbatch_size, free, None, in_pieces).mixing
         try:
-            if (
-                plain is not None
-            ):  # the plain recording gives the place of the cut, the weighed one the outputs that need it
+            # The plain recording determines the place of the cut, and the weighed one determines the outputs that need it.
+            if plain is not None:
                 wanted = replace(plain, wrong=check.mixing.wrong, gradient=check.mixing.gradient)
                 cut = cut_tail(recording, wanted)
         except Refused as refused:
@@ -118,7 +120,7 @@ def look_at_samples(
 
 
 def container_of(recording: Recording, args: tuple[Any, ...], kwargs: Any, pieces: Pieces | None) -> Container | None:
-    """Return the split of a batch as a container, in the form that the recording takes; None for other batches."""
+    """Return a batch that is split as a container, in the form that the recording takes; None for other batches."""
     if pieces is None:
         return None
     if recording.step is None:

@@ -1,7 +1,7 @@
 """Refusal of models that call `torch.distributed` themselves, before anything is sent.
 
 In a pipeline each rank runs the ops of its own stage, and for some checks rank 0 alone runs the whole graph. A collective
-inside the model would then meet another collective of another rank, or none.
+inside the model would then be matched with a different collective of another rank, or wait for ranks that never call it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _OURS = __file__.rpartition("/build/")[0]
 
 @contextmanager
 def collectives_refused(root: nn.Module) -> Iterator[None]:
-    """Refuse calls of ``torch.distributed`` inside that would wait for another rank, except those of metrics.
+    """Refuse calls of ``torch.distributed`` inside the context that would wait for another rank, except those of metrics.
 
-    If the error was caught inside, it is raised again at the end: a recording continues when the backward of a model fails.
+    If the error was caught inside the context, it is raised again at the end: recording goes on if the backward of a model
+    fails.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         yield

@@ -35,9 +35,9 @@ class Job:
     groups: Groups | None
     device: torch.device
     call: bool = False
-    """A batch is a pair of positional and named arguments; else it is one argument."""
+    """Whether a batch is a pair of positional and named arguments; otherwise it is one argument."""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """The context of steps (precision)."""
+    """The context in which steps run: the precision."""
     precision: str = ""
     """The name of the precision."""
 
@@ -74,7 +74,7 @@ class Recorded:
 
     recording: Recording
     free: frozenset[int] = frozenset()
-    """Outputs that are not merged as means or batches."""
+    """Outputs that are neither averaged nor concatenated."""
     averaged: frozenset[int] = frozenset()
     """Outputs whose values are averaged over replicas after the step."""
 

@@ -2,7 +2,7 @@
 
     record all steps on every rank -> check samples -> agree on a plan -> prove its chunks -> make the runtime
 
-`pipepart plan`, which starts no processes, takes the first step only (`record_example`).
+`pipepart plan`, which starts no processes, uses only the first part of this path (`record_example`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Built:
     runtime: StageRuntime
     recorded: Recorded
     samples: Samples
-    """The verdict on samples that meet in the first step."""
+    """The verdict on ops of the first step that combine samples."""
     example: Example
     reference: Reference | None
     """The results of one process on the example, with the option `verify`."""
@@ -58,7 +58,7 @@ def _recorded(job: Job, step: Step, example: Example) -> Recorded:
 
 
 def build(job: Job, step: Step, batch: Any, further: Sequence[Step] = ()) -> Built:
-    """Record a step, plan it, and keep the stage of this rank. Every rank must call it with the same batch.
+    """Record a step, plan it, and make the runtime of the stage of this rank. Every rank must call it with the same batch.
 
     The plan is made for `step` and applied to the `further` steps, which are recorded while the model is still whole.
     """

@@ -1,7 +1,7 @@
 """The rehearsal: steps of the real pipeline before training, to measure the time of a step.
 
-Costs of ops select the partition and the schedule. They do not contain effects between stages: cold caches after an
-optimizer step, waits for a late neighbour, the start and the end of a step. Steps of the plan itself contain them.
+Costs of ops select the partition and the schedule. They do not include delays of a whole step: cold caches after an
+optimizer step, waits for a late neighbour, the start and the end of a step. Steps of the planned pipeline include them.
 """
 
 from __future__ import annotations

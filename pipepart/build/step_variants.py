@@ -156,7 +156,7 @@ class Variants:
         return None, None, found
 
     def _move(self, texts: Sequence[str], runtime: StageRuntime) -> None:
-        """Make numbers inputs of the next recording, on every rank at the places that it found itself."""
+        """Make these numbers inputs of the next recording. Every rank uses the places that it has found itself."""
         here = {
             place.text: place
             for name in reversed(self.names)
@@ -166,15 +166,15 @@ class Variants:
         missing = [text for text in texts if text not in here]
         if missing:
             raise CaptureError(
-                f"{self.step}: the first stage read {missing[0]}, this stage did not: the Python state differs between ranks. "
-                "Set it in the same way on every rank."
+                f"{self.step}: the step has read {missing[0]} on the first stage, but not on this stage, so the Python state "
+                "differs between ranks. Set it in the same way on every rank."
             )
         self._new = set(texts) - set(self.numbers)
         self.numbers.update(here)
 
 
 def empty_replica(batch: Any, name: str, runtime: StageRuntime, all_replicas: bool) -> int:
-    """On the first stage, the number, counted from 1, of a replica whose batch has no samples; 0 if all have some.
+    """Return, on the first stage, the number (from 1) of a replica whose batch has no samples; 0 in all other cases.
 
     With `all_replicas`, the first stages of all replicas must call it together.
     """
@@ -191,7 +191,7 @@ def empty_replica(batch: Any, name: str, runtime: StageRuntime, all_replicas: bo
 
 
 def _is_empty(batch: Any, recording: Recording) -> bool:
-    """Whether a batch has no samples, or no tensors where the recording has some."""
+    """Return whether a batch has no samples, or no tensors where the recording has some."""
     if has_no_graphs(batch):
         return True
     leaves, tree = trees.flatten(batch)

@@ -36,7 +36,7 @@ class Reference:
 
     whole: Sequence[Any] = ()
     parts: Sequence[Any] = ()
-    """Flat outputs of micro-batches, merged as means and batches."""
+    """Flat outputs of micro-batches, averaged or concatenated."""
     whole_gradients: Mapping[str, torch.Tensor] | None = None
     parts_gradients: Mapping[str, torch.Tensor] | None = None
     microbatches: int = 1

@@ -6,7 +6,7 @@
     op graph, cluster, this_machine -> analytic +-> OpCosts -> planning
     file -> op_costs, given --------------------+
 
-Knows recordings, ops, devices and links. Knows nothing of chunks, schedules or processes.
+The package knows recordings, ops, devices and links. It must not know chunks, schedules or processes.
 """
 
 from pipepart.cost.cache import profiled

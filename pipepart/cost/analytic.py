@@ -90,7 +90,10 @@ def _sizes(ops: Sequence[Op], index: int, before: Sequence[int], scale: float, d
 
 
 def _flops(op: Op, family: str, inputs: Sequence[Op]) -> float:
-    """Return the forward FLOPs: as counted at capture, else from the shapes for the families that matter."""
+    """Return the forward FLOPs: as counted in the recording, or estimated from the shapes.
+
+    Ops other than products, convolutions and attention count one FLOP per element.
+    """
     if op.flops > 0:
         return float(op.flops)
     if not op.shape or not op.output_bytes:
@@ -126,7 +129,7 @@ def _backward_input(op: Op, size: _Sizes, device: DeviceKind) -> float:
 
 
 def _backward_weight(op: Op, size: _Sizes, device: DeviceKind) -> float:
-    """Return the seconds for the gradients of parameters: as many FLOPs as the forward, reading both sides."""
+    """Return the seconds for the gradients of parameters: as many FLOPs as the forward."""
     if size.free or not op.requires_grad or not op.parameter_bytes:
         return 0.0
     return device.seconds(size.flops, size.output + size.inputs + size.parameters, size.dtype)

@@ -26,9 +26,9 @@ __all__ = ["profiled"]
 _VERSION = 8
 """Version of the measurement method; older measurements are made again."""
 _TOLERANCE = 0.15
-"""Part of a step by which a kept measurement may differ from the present one."""
+"""Share of the time of a step by which a kept measurement may differ from the present one."""
 _NOISE = 0.2e-3
-"""Seconds by which it may differ in addition: the shortest steps are never the same twice."""
+"""Additional seconds by which a kept measurement may differ: the times of very short steps vary most."""
 
 
 def profiled(
@@ -40,9 +40,9 @@ def profiled(
 ) -> OpCosts:
     """Return `profile` of a recording, or the kept result for the same graph, shapes, precision, device and threads.
 
-    `variant` names the precision. With `agree`, a kept result is compared with a few steps, since one that was measured
-    on a busy machine would make every later plan worse. If it holds, it is scaled to the present speed. `agree` is given
-    whether the kept result holds here, and returns whether it is used (on all ranks or on none).
+    `variant` names the precision. With `agree`, a kept result is compared with a few steps, since a result that was
+    measured on a busy machine would make every later plan worse. A result that holds is scaled to the present speed.
+    `agree` is called with whether the kept result holds on this rank, and returns whether it is used: on all ranks or none.
     """
     path = cache_folder() / "profiles" / f"{_key(recording, leaves, variant)}.json"
     found = _kept(path, tuple(node.name for node in recording.ops))

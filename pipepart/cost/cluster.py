@@ -1,6 +1,6 @@
 """Clusters: kinds of devices, links between them, their topology, and the files that describe them.
 
-A cluster need not exist. The machine that runs this is a cluster, too (`pipepart.cost.this_machine`).
+A file may describe a cluster that does not exist. This machine is a cluster, too (`pipepart.cost.this_machine`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipepart.values import shortened
 __all__ = ["MOST_DEVICES", "Cluster", "DeviceKind", "LinkKind", "Node", "cluster_from", "cluster_names", "load_cluster"]
 
 MOST_DEVICES = 100_000
-"""The largest cluster that a plan is made for."""
+"""The largest number of devices of a cluster."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class DeviceKind:
             )
 
     def flops_for(self, dtype: str) -> float:
-        """Return the peak FLOP/s for a dtype; a dtype without units of its own runs as float32."""
+        """Return the peak FLOP/s for a dtype; a dtype that `flops` does not name has the speed of float32."""
         if dtype in self.flops:
             return float(self.flops[dtype])
         return float(self.flops.get("float32", max(self.flops.values())))
 
     def seconds(self, flops: float, moved: float, dtype: str) -> float:
-        """Return the time of an op by the roofline: the slower of computing and moving bytes, and the launch."""
+        """Return the time of an op by the roofline: the longer of the times to compute and to move bytes, plus the launch."""
         if flops <= 0 and moved <= 0:
             return 0.0
         compute = flops / (self.flops_for(dtype) * self.efficiency)
@@ -99,7 +99,7 @@ class Node:
 class Cluster:
     """Nodes with their devices. Two devices of one node use its link, others the network.
 
-    Devices are numbered through the nodes in order.
+    Devices are numbered from 0, node by node.
     """
 
     name: str
@@ -114,12 +114,16 @@ class Cluster:
         for node in self.nodes:
             for kind in node.devices:
                 if kind not in self.kinds:
-                    raise ConfigError(f"cluster {self.name!r}: device kind {kind!r}: {did_you_mean(kind, self.kinds)}")
+                    raise ConfigError(
+                        f"cluster {self.name!r}: no device kind {kind!r}: {did_you_mean(kind, self.kinds)}"
+                    )
             if node.link not in self.links:
-                raise ConfigError(f"cluster {self.name!r}: link {node.link!r}: {did_you_mean(node.link, self.links)}")
+                raise ConfigError(
+                    f"cluster {self.name!r}: no link {node.link!r}: {did_you_mean(node.link, self.links)}"
+                )
         if self.network not in self.links:
             raise ConfigError(
-                f"cluster {self.name!r}: network {self.network!r}: {did_you_mean(self.network, self.links)}"
+                f"cluster {self.name!r}: no link {self.network!r} for its network: {did_you_mean(self.network, self.links)}"
             )
 
     @property
@@ -179,7 +183,7 @@ def load_cluster(name: str | Path, *, devices: int | None = None) -> Cluster:
 
 
 def cluster_from(data: Mapping[str, Any]) -> Cluster:
-    """Make a cluster from a mapping as in ``conf/cluster``; ``measured: true`` stands for the machine that runs this."""
+    """Make a cluster from a mapping as in ``conf/cluster``; ``measured: true`` stands for this machine."""
     return _cluster(Field(data, "the configuration of the cluster", error=ConfigError))
 
 
@@ -255,4 +259,6 @@ def _folder() -> Path:
     for folder in (package / "conf" / "cluster", package.parent / "conf" / "cluster"):
         if folder.is_dir():
             return folder
-    raise ConfigError(f"cluster: there is no conf/cluster in {package} or {package.parent}; is the package complete?")
+    raise ConfigError(
+        f"cluster: there is no folder conf/cluster in {package} or {package.parent}; install pipepart again"
+    )

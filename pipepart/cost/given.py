@@ -100,7 +100,9 @@ def read_graph(path: str | Path) -> GivenGraph:
     try:
         return readers[Path(path).suffix](path)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise PlanError(f"costs: {path} is no graph with costs: {type(error).__name__} {error}") from error
+        raise PlanError(
+            f"costs: {path} is not a published graph with costs: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _read_profile_txt(path: str | Path) -> GivenGraph:
@@ -118,11 +120,11 @@ def _read_profile_txt(path: str | Path) -> GivenGraph:
             if match is None:
                 raise PlanError(f"costs: {path}:{number}: expected 'name -- text -- fields', got {line[:80]!r}")
             nodes[match["name"]] = _fields(match["fields"])
-            if match["text"].startswith("Input"):  # the batch: its time is that of the data loader
+            if match["text"].startswith("Input"):  # the batch: the file gives the time of the data loader
                 nodes[match["name"]]["forward_compute_time"] = 0.0
     unknown = [name for edge in edges for name in edge if name not in nodes]
     if unknown:
-        raise PlanError(f"costs: {path}: an edge names {unknown[0]!r}, which is no node of the file")
+        raise PlanError(f"costs: {path}: an edge names {unknown[0]!r}, which is not a node of the file")
     order = _topological(list(nodes), edges, str(path))
     number_of = {name: i for i, name in enumerate(order)}
     rows = [nodes[name] for name in order]
@@ -145,8 +147,8 @@ def _read_operator_json(path: str | Path) -> GivenGraph:
     """Read an operator graph with two kinds of devices, colour classes, and a cost per tensor.
 
     Times and costs have no unit in these files; they are kept as they are (as seconds). The order of the chunks is the
-    order of the forward: a backward op goes with its forward op, and the edges between backward ops are traffic only.
-    If a backward op has no forward op beside it, its edges to other backward ops are kept, reversed.
+    order of the forward: a backward op is in the chunk of its forward op, and the edges between backward ops count as
+    traffic only. If a backward op has no forward op beside it, its edges to other backward ops are kept, reversed.
     """
     data = load_json(path).read(_OperatorFile)
     nodes = {node.id: node for node in data.nodes}
@@ -159,7 +161,7 @@ def _read_operator_json(path: str | Path) -> GivenGraph:
     slow = {n: float(node.cpuLatency) for n, node in nodes.items()}
     unknown = [name for link in links for name in link if name not in nodes]
     if unknown:
-        raise PlanError(f"costs: {path}: an edge names {unknown[0]}, which is no node of the file")
+        raise PlanError(f"costs: {path}: an edge names {unknown[0]}, which is not a node of the file")
     order, edges, groups = _forward_order(nodes, links, back, str(path))
     number_of = {name: i for i, name in enumerate(order)}
     users: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The costs of ops, from whatever source, and their file format."""
+"""The costs of ops, from any source, and their file format."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class OpCosts:
 
     @staticmethod
     def read(field: Field) -> OpCosts:
-        """Read costs from a file, and refuse those that name an op that is not there."""
+        """Read costs from a file, and refuse a file whose `savers` name an op that does not exist."""
         costs = field.read(OpCosts)
         for op, savers in enumerate(costs.savers):
             if any(saver >= len(costs) for saver in savers):
@@ -112,7 +112,9 @@ def read_costs(path: str | Path) -> OpCosts:
     file = load_json(path)
     data = dict(file.entries())
     if data.pop("version", None) != _VERSION:
-        raise PlanError(f"costs: {path} has version {file.value.get('version')!r}; expected {_VERSION}")
+        raise PlanError(
+            f"costs: {path} has version {file.value.get('version')!r}; expected {_VERSION}. Write the file again."
+        )
     return OpCosts.read(replace(file, value={"source": str(path), **data}))
 
 

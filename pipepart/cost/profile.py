@@ -28,16 +28,16 @@ _BUDGET = 0.02  # seconds per kind of op and direction
 
 
 def profile(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> OpCosts:
-    """Run every op of a recording on the leaves of one micro-batch; buffers and random state are restored.
+    """Measure every op of a recording on the leaves of one micro-batch; buffers and random state are restored.
 
     An op that runs alone has other costs than in the step (dispatch, caches, the start of the autograd engine), so the
-    times are scaled to add up to the measured forward and backward of the whole step.
+    times are scaled: they add up to the measured forward and backward of the whole step.
 
     Ops of one kind (the same module or function on the same shapes, as in the layers of a transformer) share their
-    measurements: they cost the same, and a busy machine must not make one layer look slower than its twin. The time of
+    measurements: they cost the same, and a busy machine must not make one of two equal layers look slower. The time of
     an op is the lower quartile of its repeats, since a disturbance only makes a measurement longer.
 
-    An op that fails when it is run alone gets a computed cost and a note: a measurement never ends a run.
+    An op that fails when it is run alone gets a computed cost and a note. Only a lack of memory ends the measurement.
     """
     module = recording.graph_module()
     leaves = [own_copy(leaf) for leaf in leaves]
@@ -134,14 +134,14 @@ class _Measured:
     kind: _Kind = field(default_factory=_Kind)
     trained: bool = False
     splits: bool = False
-    """Whether the runtime can run its backward in two halves. Halves of other ops are not measured: kernels are written
-    for whole backwards, and some crash on a half (that of GroupNorm for weights alone, with channels-last strides)."""
+    """Whether the runtime can run the backward of the op in two halves. Halves of other ops are not measured: kernels are
+    written for whole backwards, and some crash on a half (GroupNorm for weights alone, with channels-last strides)."""
     forward: float = 0.0
     backward: float = 0.0
     weight: float = 0.0
     """Seconds of the backward for gradients of parameters."""
     split: float = 0.0
-    """Seconds by which both halves of the backward take longer than the whole, since they share work."""
+    """Seconds by which both halves of the backward take longer than the whole: both do the work that they share."""
     parameter_bytes: int = 0
     saved_bytes: int = 0
 
@@ -157,7 +157,7 @@ class _OpProfiler(fx.Interpreter):
         """Storage -> the op that made it. A tensor that several ops save counts once, for the first of them."""
         self._saved: set[tuple[str, int]] = set()
         self.maker_of: dict[str, str] = {}
-        """Op -> the op whose memory holds its output (that of another op, if the output is a view)."""
+        """Op -> the op whose memory holds its output: another op if the output is a view."""
         self.savers: dict[str, list[str]] = {}
         """Op -> the ops that keep its memory for their backward."""
         self._kinds: dict[str, _Kind] = {}
@@ -207,7 +207,7 @@ class _OpProfiler(fx.Interpreter):
         except Exception as error:
             self.failed.add(n.name)
             self.notes.append(
-                f"the cost of {n.name} is computed, not measured: alone, it fails with {_one_line(error)}"
+                f"the cost of {n.name} is computed, not measured: run alone, the op fails with {_one_line(error)}"
             )
             result = None if inplace else self._plainly(call, args, kwargs)
         if inplace:  # the repeats wrote into copies; later ops read the tensor itself
@@ -238,7 +238,7 @@ class _OpProfiler(fx.Interpreter):
         return fx.node.map_aggregate(out, functools.partial(_detached, needs))
 
     def _signature(self, n: fx.Node, args: Any, kwargs: Any) -> str:
-        """Return the properties that decide the cost of an op: ops with one signature are of one kind."""
+        """Return the properties that determine the cost of an op: ops with one signature are of one kind."""
 
         def shown(value: Any) -> Any:
             if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The machine that runs this, as a cluster: measured on first use, then read from the cache."""
+"""This machine as a cluster: it is measured on first use, and then read from the cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VERSION = 3
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """One device of a machine, the link between two of them, and their number."""
+    """One device of a machine, the link between two devices, and the number of devices."""
 
     device: DeviceKind
     link: LinkKind
@@ -51,7 +51,7 @@ def this_machine() -> Cluster:
 
 
 def measure_machine() -> MeasuredMachine:
-    """Measure one device and the link between two of them, and count them (about a second)."""
+    """Measure one device and the link between two devices, and count the devices (about a second)."""
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         memory = float(torch.cuda.get_device_properties(0).total_memory)
@@ -66,7 +66,7 @@ def measure_machine() -> MeasuredMachine:
     try:
         if where.type == "cpu":
             torch.set_num_threads(1)
-        # A bfloat16 product would end this process on a CPU that announces units which it may not use.
+        # A bfloat16 product would end this process on a CPU that announces units which the process may not use.
         half = where.type == "cuda" or usable("bfloat16")
         dtypes = ("float32", "bfloat16") if half else ("float32",)
         flops = {dtype: _flops(where, getattr(torch, dtype)) for dtype in dtypes}

@@ -1,4 +1,4 @@
-"""The time of a whole step, and the state of the model, which a measurement does not change."""
+"""Measurement of the time of a whole step, which does not change the state of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> tuple[float, float]:
-    """Measure the seconds of the forward and of the backward of one micro-batch quickly; 0 if that fails."""
+    """Measure the seconds of the forward and of the backward of one micro-batch in a few steps; 0 if a step fails."""
     with state_kept(recording.root):
         module = recording.graph_module()
         try:
@@ -75,7 +75,7 @@ def own_copy(leaf: Any) -> Any:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Return the lower quartile."""
+    """Return the lower quartile of measured times; 0 if there are none."""
     return sorted(seconds)[len(seconds) // 4] if seconds else 0.0
 
 
@@ -93,7 +93,7 @@ def now() -> float:
 
 
 class _Two(torch.autograd.Function):
-    """A linear layer by a function in Python, as in a split backward."""
+    """A linear layer as an autograd function in Python, like the layers whose backward runs in two halves."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ class _Two(torch.autograd.Function):
 
 
 def split_layer(rounds: int = 60) -> float:
-    """Measure the additional seconds of a layer that runs by a function in Python, on a layer with almost no work."""
+    """Measure the additional seconds of a layer that is an autograd function in Python, on a layer with almost no work."""
     x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
 
     def one(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
@@ -125,7 +125,7 @@ def split_layer(rounds: int = 60) -> float:
 
 @contextmanager
 def state_kept(root: nn.Module) -> Iterator[None]:
-    """Restore the model, its gradients and the random state at the end. Inside, no parameter has a gradient."""
+    """Set all gradients to None, and restore them, buffers, attributes, hooks and the random state at the end."""
     with preserved(root):
         for parameter in root.parameters():
             parameter.grad = None

@@ -39,7 +39,10 @@ class CapturedModule(nn.Module):
         if self._root.training:
             return self._train(*args, **kwargs)
         if self._eval is None:
-            raise CaptureError("this model was captured in train mode only; its eval mode could not be recorded")
+            raise CaptureError(
+                f"{type(self._root).__name__} is in eval mode, but its training step was captured in train mode only. "
+                "Call train() first, or capture the module or another step of it."
+            )
         return self._eval(*args, **kwargs)
 
     def train(self, mode: bool = True) -> CapturedModule:
@@ -130,7 +133,7 @@ def capture(
 
 
 def _in_pieces(batch: Any, others: list[Any] | None) -> Batching | None:
-    """Return the batching of a batch that is split as a container; None if sizes of its leaves tell the samples."""
+    """Return the batching of a batch that is split as a container; None if it is split along a dimension."""
     leaves = len(trees.leaves_of(batch))
     return Batching((None,) * leaves, 0) if others else None
 

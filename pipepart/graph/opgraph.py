@@ -1,4 +1,4 @@
-"""Graph of a recorded model as plain data, for planning: ops, edges and groups, without modules and tensors."""
+"""Graph of a recorded model as plain data, for planning: ops, their dependencies and groups, without modules and tensors."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class Op(OpData):
 
 @dataclass(frozen=True)
 class OpGraph:
-    """Ops in program order, the edges between them, and groups of ops that must stay in one chunk."""
+    """Ops in program order, the dependencies between them, and groups of ops that must stay in one chunk."""
 
     ops: tuple[Op, ...]
     edges: tuple[tuple[int, int], ...]
+    """Pairs of positions (source, user): the user takes the value of the source."""
     colocated: tuple[tuple[int, ...], ...]
     hash: str
 

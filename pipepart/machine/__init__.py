@@ -1,6 +1,7 @@
 """Machine: the cores and the instructions that this process can use, and the cache folder.
 
-Knows processors and environment variables. Does not know models, and imports torch only to try a product.
+The package knows processors and environment variables. It must not know models. Only the probe program, which runs in a
+process of its own, imports torch.
 """
 
 from pipepart.machine.host import cache_folder, usable_cores

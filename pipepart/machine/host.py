@@ -1,4 +1,4 @@
-"""This host: the cores that the process may use, the cache folder, and a CPU that announces AMX."""
+"""This host: the cores that the process may use, the cache folder, and the CPU if it announces AMX."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ __all__ = ["cache_folder", "cpu_with_amx", "usable_cores"]
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, which may be fewer than the machine has (containers, taskset)."""
+    """Return the cores that this process may run on, which may be fewer than the machine has (containers, taskset)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cache_folder() -> Path:
-    """The folder of cached measurements: PIPEPART_CACHE, or the user's cache folder."""
+    """Return the folder of cached measurements: PIPEPART_CACHE, or the user's cache folder."""
     if "PIPEPART_CACHE" in os.environ:
         return Path(os.environ["PIPEPART_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pipepart"
 
 
 def cpu_with_amx() -> tuple[str, str] | None:
-    """Model and flags of a CPU that announces AMX; None on every other machine."""
+    """Return the model and the flags of the CPU if it announces AMX; None if it does not, or if it is not known."""
     found: dict[str, str] = {}
     try:
         with open(os.environ.get("PIPEPART_CPUINFO", "/proc/cpuinfo"), errors="replace") as lines:

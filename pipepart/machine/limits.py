@@ -1,4 +1,4 @@
-"""Limits of the instruction set: 16-bit products are tried in a child process, and the answer is kept on disk.
+"""Limits of the instruction set: 16-bit matrix products are tried in a child process, and the answer is kept on disk.
 
 The process and its children are limited to the instructions that work. Dtypes without a working limit are refused.
 """
@@ -43,7 +43,7 @@ _DONE = "PIPEPART_PRODUCTS"
 
 @dataclass(frozen=True)
 class Products:
-    """The dtypes whose products work on this machine, and the limit that they need."""
+    """The 16-bit dtypes whose matrix products work on this machine, and the limit of the instruction set that they need."""
 
     works: tuple[str, ...]
     """Dtypes whose products work under `limit`."""
@@ -53,9 +53,10 @@ class Products:
 
 @cache
 def limit_instructions() -> Products | None:
-    """Limit this process and its children if the machine needs it. Returns None if there is nothing to try.
+    """Limit the instruction set of this process and its children if needed. Returns None if the CPU announces no AMX.
 
-    The cost is a few lines of /proc/cpuinfo where AMX is not announced, and one small file where the answer is known.
+    The call reads a few lines of /proc/cpuinfo and, if the CPU announces AMX, one small file with the kept answer. Only
+    if there is no such file, child processes try the products.
     """
     cpu = cpu_with_amx()
     if cpu is None:
@@ -80,12 +81,12 @@ _late: list[str] = []
 
 
 def products() -> Products | None:
-    """The result of the trial on this machine; None where there was nothing to try."""
+    """Return the result of `limit_instructions`; None if the CPU announces no AMX."""
     return limit_instructions()
 
 
 def usable(dtype: str) -> bool:
-    """Whether products of a dtype, as named by torch, can be computed in this process."""
+    """Return whether products of a dtype, as named by torch, can be computed in this process."""
     found = limit_instructions()
     if found is None or dtype not in _DTYPES:
         return True
@@ -101,20 +102,20 @@ def check_products(dtypes: Iterable[str]) -> None:
         if usable(dtype):
             continue
         what = (
-            f"{dtype} products end this process with an illegal instruction: the CPU announces AMX, and this machine does "
-            "not allow it."
+            f"{dtype} products would end this process with an illegal instruction: the CPU announces AMX, but this machine "
+            "does not allow its use."
         )
         if dtype not in found.works:
             raise ConfigError(f"{what} No limit of the instruction set helps here. Use float32.")
         limit = " ".join(f"{name}={value}" for name, value in found.limit.items())
         raise ConfigError(
-            f"{what} torch has chosen its instructions before pipepart was imported, so they cannot be limited any more. "
+            f"{what} torch chose its instructions before pipepart was imported, so they cannot be limited any more. "
             f"Set {limit} in the environment, or import pipepart before the first product is computed."
         )
 
 
 def _tried() -> tuple[Products, bool]:
-    """The weakest limit under which all products work; else the strongest one, with the dtypes that work under it.
+    """Return the weakest limit under which all products work, or the strongest limit with the dtypes that work under it.
 
     Also returns whether the answer is certain. If a child fails for another reason than a signal, all dtypes are assumed
     to work, and the answer is not kept.
@@ -133,7 +134,7 @@ def _tried() -> tuple[Products, bool]:
 
 
 def _child(limit: dict[str, str]) -> tuple[str, ...] | None:
-    """The dtypes that a new process survives under a limit; None if the process failed for another reason."""
+    """Return the dtypes whose products work in a new process under a limit; None if the process failed for another reason."""
     try:
         done = subprocess.run(
             [sys.executable, str(_program())],
@@ -151,7 +152,7 @@ def _child(limit: dict[str, str]) -> tuple[str, ...] | None:
 
 @cache
 def _works_here() -> tuple[str, ...]:
-    """Try in a fork of this process, which has chosen the same instructions."""
+    """Return the dtypes whose products work in a fork of this process, which has chosen the same instructions."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -186,7 +187,7 @@ def _program() -> Path:
 
 
 def _kept(cpu: tuple[str, str]) -> Products | None:
-    """The answer for this CPU on disk; None if there is none that can be read."""
+    """Return the answer for this CPU from the disk; None if there is none that can be read."""
     try:
         found = load_json(_file(cpu))
         answer = Products(found.at("works").read(tuple[str, ...]), found.at("limit").read(dict[str, str]))
@@ -201,7 +202,7 @@ def _keep(cpu: tuple[str, str], answer: Products) -> None:
 
 
 def _file(cpu: tuple[str, str]) -> Path:
-    """The file of the answer; its name depends on the CPU, the version of torch and the limits of the user."""
+    """Return the file of the answer; its name depends on the CPU, the version of torch and the limits of the user."""
     try:
         torch = version("torch")
     except PackageNotFoundError:

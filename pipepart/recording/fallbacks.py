@@ -1,8 +1,8 @@
 """Fallbacks that are tried, in order, when a call cannot be recorded as it is.
 
-A fallback changes one of the `Settings`, and the call is recorded again. Those in `FALLBACKS` answer a failed run.
-Others answer a run that has succeeded, and may be wrong: `found_caches`, `suspect` and the settings ``warm`` (a second
-run at another size has other constants) and ``single`` (the proof fails for one sample).
+A fallback changes one of the `Settings`, and the call is recorded again. The fallbacks in `FALLBACKS` follow a failed run.
+Others follow a run that has succeeded but may be wrong: `found_caches`, `suspect` and the settings ``warm`` (a second run
+at another size has other constants) and ``single`` (the proof fails for one sample).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Fallback:
 
     name: str
     condition: type[Exception]
-    """Kind of error that it answers."""
+    """Class of the errors for which this fallback is tried."""
     effect: Callable[[Failure, Settings], bool]
-    """Changes the settings, and returns whether recording again may help: not if they were changed before."""
+    """Function that changes the settings. It returns whether they have changed, so that recording again may help."""
 
 
 def _settle(failure: Failure, settings: Settings) -> bool:
@@ -170,7 +170,7 @@ def keep_whole(root: nn.Module, path: str, settings: Settings, why: str) -> bool
 
 
 def remember(error: Exception, settings: Settings) -> None:
-    """Record again with those dictionaries empty that the model fills by size, if a run has found any."""
+    """If a run has found dictionaries that the model fills by size, record again with these dictionaries empty."""
     if isinstance(error, memos.Remembers) or settings.suspects:
         settings.tables += error.tables if isinstance(error, memos.Remembers) else ()
         settings.suspects = []
@@ -178,7 +178,7 @@ def remember(error: Exception, settings: Settings) -> None:
 
 
 def suspect(names: state.Names, settings: Settings) -> None:
-    """Record once with all dictionaries empty that look as if they were filled by size, if there are any."""
+    """If the model has dictionaries that look as if it had filled them by size, record once with all of them empty."""
     if settings.suspects is None:
         settings.suspects = memos.suspects(names.listed)
         if settings.suspects:

@@ -51,7 +51,7 @@ def structure(value: Any, node_text: Callable[[fx.Node], str]) -> str:
 
 
 def describe(recording: Recording) -> str:
-    """Return everything that decides the results of a recording, except the values of parameters, as text."""
+    """Return everything that determines the results of a recording, except the values of parameters, as text."""
     index = {node: i for i, node in enumerate(recording.graph.nodes)}
     lines = [f"training={recording.training} step={recording.step} loss={recording.loss_index}"]
     lines += [

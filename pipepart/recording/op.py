@@ -44,7 +44,7 @@ class OpMeta(OpData):
     stateful: bool = False
     """Whether a call that is kept whole changes state of its module."""
     computes: bool = True
-    """Whether gradient mode, autocast and switches matter: not for numbers and checks."""
+    """Whether gradient mode, autocast and switches affect the op; they do not affect numbers and checks."""
     grad_mode: bool = True
     autocast: tuple[Any, ...] = ()
     """Autocast settings, if they differ from those around the recording."""
@@ -53,7 +53,7 @@ class OpMeta(OpData):
     checkpoint: tuple[int, ...] = ()
     """Regions of activation checkpointing that hold the op, the outermost first, as positions in the recording."""
     rows: tuple[tuple[int, ...], ...] = ()
-    """Each dimension's sizes in all recorded runs; of a size, its values in all runs."""
+    """Sizes of each dimension in all recorded runs; for a node that is a size, its values in all runs."""
     reads: frozenset[Any] = frozenset()
     """Memory of the arguments, by keys that tensors in the same memory share."""
     writes: frozenset[Any] = frozenset()
@@ -69,7 +69,7 @@ class OpMeta(OpData):
         return bool(self.mutates)
 
     def beside(self, **fields: Any) -> OpMeta:
-        """Describe an op that is added at the same place of the model, by the `fields` in which it is not plain."""
+        """Return the description of an op that is added at the same place of the model, with these other fields."""
         return OpMeta(module=self.module, module_class=self.module_class, source=self.source, **fields)
 
 
@@ -102,7 +102,7 @@ def has_op(node: fx.Node) -> bool:
 
 
 def set_op(node: fx.Node, op: OpMeta) -> None:
-    """Describe a node by `op`, in place of its description so far."""
+    """Set the description of a node, and replace the one that it has."""
     node.meta[_KEY] = op
 
 

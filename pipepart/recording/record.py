@@ -206,7 +206,7 @@ def _two_samples(
 
 
 def _attempt(call: Call, leaves: list[Any], names: state.Names, settings: Settings, mode: Any, backward: bool) -> Run:
-    """Record once; if that fails, ask for a new attempt with other settings, or raise why it cannot be done."""
+    """Record once; if that fails, ask for a new attempt with other settings, or raise an error with the reason."""
     try:
         run = run_once(call, leaves, names, settings, mode, backward)
     except RunFailed as failed:
@@ -282,7 +282,7 @@ def _notes(regions: int, study: Study, settings: Settings) -> list[str]:
         )
     if settings.single:
         notes.append(
-            "batch size: fixed, this holds for one sample only; for more, the model does something else "
+            "batch size: fixed; the recording holds for one sample only, since the model computes other ops for more "
             f"({settings.single})"
         )
     return notes

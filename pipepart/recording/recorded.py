@@ -33,8 +33,7 @@ ANY = type("ANY", (), {"__repr__": lambda self: "ANY"})()
 class Input:
     """One leaf of the flattened arguments.
 
-    `dynamic` says for each dimension of a tensor whether other sizes than the example's were proved to give the same
-    graph; dimension 0 of the batch always is.
+    `dynamic` tells for each dimension of a tensor whether runs at other sizes than that of the example gave the same graph.
     """
 
     name: str
@@ -64,7 +63,7 @@ class ExtraOutput:
 
     @property
     def is_module(self) -> bool:
-        """Whether the value is a module, which is no output of the graph."""
+        """Whether the value is a module, which is not an output of the graph."""
         return isinstance(self.value, nn.Module)
 
 
@@ -92,18 +91,18 @@ class Recording:
     sizes: Mapping[tuple[tuple[int, int], ...], tuple[int | None, str]] = field(default_factory=dict)
     """For (input, dimension) pairs that were changed together: another size with the same graph, or None and the reason."""
     guards: Guards = field(default_factory=Guards)
-    """The plain Python values that were read while it was recorded: it holds while these are the same."""
+    """The plain Python values that were read during recording; the recording holds while they are the same."""
     checkpoints: tuple[Checkpoint, ...] = ()
     """The regions of activation checkpointing; the regions of an op are positions here."""
     roots: tuple[int, ...] = ()
     """Outputs that receive gradients from outside, if the loss is computed elsewhere."""
     batching: Batching | None = None
-    """Which inputs hold the samples (always along dimension 0 in the graph), if the caller has declared it."""
+    """Inputs that hold the samples (always along dimension 0 in the graph), if the caller has named them."""
     moved: tuple[int, ...] = ()
     """For each flat output of the result the dimension of its samples in the user's result; in the graph it is 0."""
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
-        """The leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
+        """Return the leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
 
         For a step: ``flatten((batch,), {"batch_idx": 3})``; numbers that are not given count as 0.
         """
@@ -141,21 +140,21 @@ class Recording:
         return leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The flat outputs (extra outputs are ignored) in the structure that the user's function returned."""
+        """Return the flat outputs (extra outputs are ignored) in the structure that the user's function returned."""
         if any(self.moved):
             dims = [*self.moved, *[0] * (len(leaves) - len(self.moved))]
             leaves = [v.movedim(0, d) if d and isinstance(v, torch.Tensor) else v for v, d in zip(leaves, dims)]
         return trees.unflatten(leaves, self.output_tree)
 
     def module(self) -> nn.Module:
-        """The recording as a module that is called like the original, over the same parameters."""
+        """Return the recording as a module that is called like the original, over the same parameters."""
         from pipepart.recording.execution.emit import executable
         from pipepart.recording.execution.ops_run import RecordedModule
 
         return RecordedModule(self, executable(self))
 
     def graph_module(self, device: torch.device | None = None) -> fx.GraphModule:
-        """The whole graph as one executable module: flat inputs to a tuple of flat outputs.
+        """Return the whole graph as one executable module: flat inputs to a tuple of flat outputs.
 
         Each op is a node of it: regions of activation checkpointing are not run again in backward (those of `module`
         and of chunks are).
@@ -173,7 +172,7 @@ class Recording:
 
     @cached_property
     def hash(self) -> str:
-        """The same on every process and machine for the same model and step: ops, constants, parameter shapes."""
+        """Hash of ops, constants and parameter shapes, equal in all processes and on all machines for one model and step."""
         return hashlib.sha256(describe(self).encode()).hexdigest()
 
     @cached_property

@@ -1,7 +1,7 @@
 """Record a step: a call that takes one batch and some named numbers, and may produce extra outputs.
 
-Frameworks whose modules have steps register how these are recorded. This room knows only batches, numbers and results, and
-the names of the packages whose modules have steps.
+Frameworks whose modules have steps register how these are recorded. This module knows only batches, numbers and results,
+and the names of the packages whose modules have steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def register_steps(has_step: Callable[[nn.Module, str], bool], record: StepRecor
 
 
 def step_recorder(module: nn.Module, name: str) -> StepRecorder | None:
-    """The registered function that records the method `name` of a module; None if it is not a step."""
+    """Return the registered function that records the method `name` of a module; None if it is not a step."""
     for package in {kind.__module__.partition(".")[0] for kind in type(module).__mro__} & _FRAMEWORKS.keys():
         import_module(_FRAMEWORKS[package])
     return next((record for has_step, record in _recorders if has_step(module, name)), None)

@@ -1,6 +1,6 @@
 """Samples: how the outputs and gradients of micro-batches make up those of the whole batch.
 
-Knows recordings and batches; knows nothing of devices, stages or processes.
+The package knows recordings and batches. It must not know devices, stages or processes.
 
 ```
 follow        names of ops; values of a recording that follow the batch
@@ -16,7 +16,7 @@ follow        names of ops; values of a recording that follow the batch
    |   the batch check: a recording runs on a batch and on its parts
    +-> laws           how the value of the whole follows from those of the parts
        lockstep       all ops on the batch and on its parts, side by side
-       mixing         the ops in which samples meet
+       mixing         the ops that combine samples
        pieces         batches that are split as containers
        tail           the ops that run once per batch: Recording -> TailCut, Tail
        batch_check    all of it, and its messages

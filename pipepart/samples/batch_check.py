@@ -36,14 +36,14 @@ __all__ = [
 ]
 
 _MOST_SAMPLES = 8
-"""The largest number of samples of one part: enough to see samples meet, few enough to cost little."""
+"""The largest number of samples of one part: enough to see that samples are combined, few enough to cost little."""
 _AGAIN = 6
 """The number of further comparisons, each with other parameters and samples, of counts that may be right by chance."""
 
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """The result of a check. Without `mixing` it was not made, for the `reason`."""
+    """The result of a check. If `mixing` is None, the batch was not compared, for the given reason."""
 
     mixing: Mixing | None
     reason: str = ""
@@ -59,14 +59,14 @@ class Container:
     """The leaves of such a batch as the recording takes them."""
 
     def splits(self, microbatch_size: int) -> Iterator[Split] | None:
-        """Some samples as a container of their own, split by its own rule, the best first; None if it is not split."""
+        """Return splits of some of the samples by the rule of the container, the best first; None if it is not split."""
         total = self.pieces.samples(self.batch)
         if total < 2 or microbatch_size >= total:
             return None
         few = -(-total // (2 * _MOST_SAMPLES - 1))
         whole = self.pieces.split(self.batch, few)[0].batch if few > 1 else self.batch
         found = [self.pieces.split(whole, count) for count in (2, 3, 4)]
-        # Uneven parts first, so that means and sums cannot be taken for each other; single samples are special.
+        # Uneven parts come first, so that means and sums cannot be confused; of these, parts of one sample come last.
         found.sort(key=lambda parts: (len({p.samples for p in parts}) == 1, min(p.samples for p in parts) < 2))
         return (
             Split(self.flatten(whole), [self.flatten(p.batch) for p in parts], tuple(p.samples for p in parts))
@@ -126,20 +126,20 @@ def _holds(recording: Recording, split: Split) -> bool:
 
 
 def _splits(recording: Recording, leaves: Sequence[Any], microbatch_size: int) -> list[Split] | None:
-    """Samples around the first boundary between micro-batches, the best split first; None if the batch is not split."""
+    """Return splits of samples around the first boundary of micro-batches, the best first; None if the batch is not split."""
     places = _places(recording, leaves)
     total = int(leaves[places[0]].shape[0]) if places else 0
     if total < 2 or microbatch_size >= total:
         return None
     most = min(microbatch_size, _MOST_SAMPLES)
-    # Uneven parts first, so that means and sums cannot be taken for each other.
+    # Uneven parts come first, so that means and sums cannot be confused.
     pairs = dict.fromkeys([(most, most - 1), (most, most), (2, 1), (1, 1)])
     fitting = [pair for pair in pairs if min(pair) > 0 and sum(pair) <= total]
     return [_neighbours(leaves, places, microbatch_size, pair) for pair in fitting]
 
 
 def _others(recording: Recording, leaves: Sequence[Any], sizes: Sequence[int]) -> Iterator[Split]:
-    """Other neighbouring samples of the batch, split at other places."""
+    """Yield splits of other neighbouring samples of the batch."""
     places = _places(recording, leaves)
     total, most = int(leaves[places[0]].shape[0]), max(sizes)
     near = range(most // 2 + 1, most + 1)
@@ -154,7 +154,7 @@ def _others(recording: Recording, leaves: Sequence[Any], sizes: Sequence[int]) -
 
 
 def _neighbours(leaves: Sequence[Any], places: Sequence[int], boundary: int, sizes: tuple[int, int]) -> Split:
-    """The samples on both sides of a boundary; `places` are the leaves that hold samples."""
+    """Return the split of the samples on both sides of a boundary; `places` are the leaves that hold samples."""
     total = int(leaves[places[0]].shape[0])
     start = min(max(0, boundary - sizes[0]), total - sum(sizes))
     held = [i in places and leaf.shape[0] == total for i, leaf in enumerate(leaves)]
@@ -166,7 +166,7 @@ def _neighbours(leaves: Sequence[Any], places: Sequence[int], boundary: int, siz
 
 
 def _places(recording: Recording, leaves: Sequence[Any]) -> tuple[int, ...]:
-    """The leaves that hold samples."""
+    """Return the leaves that hold samples."""
     if recording.batching is not None:
         return recording.batching.places
     try:
@@ -176,7 +176,7 @@ def _places(recording: Recording, leaves: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _with_numbers(split: Split, weighed: Weighed) -> Split:
-    """The same samples with the numbers of their batch, from which the weights are made."""
+    """Return the split with further leaves: the numbers of its batch, from which the weights are made."""
     alone = weighed.numbers(split.whole, (sum(split.sizes),)).inputs.values()
     shared = weighed.numbers(split.whole, split.sizes).inputs.values()
 
@@ -189,7 +189,7 @@ def _with_numbers(split: Split, weighed: Weighed) -> Split:
 
 
 def leaves_without_samples(recording: Recording, leaves: Sequence[Any]) -> list[str]:
-    """Tensors of the batch that do not hold its samples: every micro-batch gets them as they are."""
+    """Describe the tensors of a batch that do not hold its samples: every micro-batch gets them as they are."""
     places = _places(recording, leaves)
     return [
         f"{spec.path} {tuple(leaf.shape)}"
@@ -204,7 +204,7 @@ def leaves_without_samples(recording: Recording, leaves: Sequence[Any]) -> list[
 def describe_check(
     recording: Recording, check: BatchCheck, cut: TailCut | None, refused: str, unsplit: Sequence[str] = ()
 ) -> str:
-    """The message on a check: the op in which samples meet, the difference that it makes, and the measure or the remedy.
+    """Return the message on a check: the op that combines samples, the difference, and the solution or what to do.
 
     The message is empty if micro-batches make up the whole batch. `unsplit` are leaves without samples.
     """
@@ -212,26 +212,28 @@ def describe_check(
     if mixing is None:
         return f"micro-batches were not compared with the whole batch: {check.reason}" if check.reason else ""
     if cut is not None and mixing.wrong and not cut.ops:
-        return f"{mixing.fault}: the whole batch is not the mean of its micro-batches; its value is merged at the end"
+        return (
+            f"{mixing.fault}: its value is not the mean over micro-batches, so it is merged by another rule at the end"
+        )
     if cut is not None and mixing.wrong:
         ops = f"it and {len(cut.ops) - 1} other ops run" if len(cut.ops) > 1 else "it runs"
         return (
-            f"{mixing.fault} makes samples of a batch meet: {ops} once per batch on the last stage, on the outputs of all "
+            f"{mixing.fault} combines samples of a batch: {ops} once per batch on the last stage, on the outputs of all "
             "micro-batches. Each replica does so for its own batch."
         )
     if cut is not None:
         return f"{', '.join(cut.buffers)}: updated once per batch, on the last stage"
     if mixing.same:
         return f"a buffer is updated once per micro-batch, not once per batch: {refused}" if refused else ""
-    where = f"{mixing.fault} makes samples of a batch meet" if mixing.fault else "samples of a batch meet"
+    where = f"{mixing.fault} combines samples of a batch" if mixing.fault else "an op combines samples of a batch"
     lines = [f"{where}, so micro-batches do not train as the whole batch does: {_differences(recording, mixing)}"]
     if refused:
-        lines.append(f"it cannot run once per batch: {refused}")
+        lines.append(f"the op cannot run once per batch: {refused}")
     shapes = [spec.shape for spec in recording.inputs if spec.kind == "tensor" and spec.shape]
     if shapes and all(len(shape) == 1 for shape in shapes):
         lines.append(
-            "All tensors of the batch have one dimension. If it holds packed tokens and not samples, micro-batches break "
-            "documents apart: use padded samples of shape (batch, length), with batch_dim=1 where the samples are not in "
+            "All tensors of the batch have one dimension. If it holds packed tokens and not samples, micro-batches divide "
+            "documents: use padded samples of shape (batch, length), with batch_dim=1 where the samples are not in "
             "dimension 0, a method `split(self, batch, n)` of the module that splits between documents, or microbatches=1."
         )
     if unsplit:
@@ -258,21 +260,21 @@ def _differences(recording: Recording, mixing: Mixing) -> str:
     rest = {i: d for i, d in mixing.differs.items() if i != recording.loss_index and math.isfinite(d)}
     if rest and not logged:
         found.append(f"outputs {sorted(rest)} differ by up to {max(rest.values()):.2g} relative")
-    return ", ".join(found) + " here"
+    return ", ".join(found) + " on this batch"
 
 
 def describe_leaves(unsplit: Sequence[str]) -> str:
-    """A note on leaves without samples; empty if there are none."""
+    """Return a note on leaves without samples; empty if there are none."""
     if not unsplit:
         return ""
     return (
-        f"dimension 0 is not that of the batch, so every micro-batch gets the whole tensor: {', '.join(unsplit)}. If it "
-        "holds samples along another dimension, name that: batch_dim=1 for all tensors, batch_dim={path: 1} for one"
+        f"dimension 0 does not hold the samples, so every micro-batch gets the whole tensor: {', '.join(unsplit)}. If it "
+        "holds samples along another dimension, set batch_dim=1 for all tensors, or batch_dim={path: 1} for one"
     )
 
 
 def describe_norms(recording: Recording) -> str:
-    """A note on BatchNorm layers, which use the statistics of a micro-batch in every pipeline; empty if there are none."""
+    """Return a note on BatchNorm layers, which use the statistics of a micro-batch; empty if there are none."""
     if not recording.training:
         return ""
     modules = dict(recording.root.named_modules())

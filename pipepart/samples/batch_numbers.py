@@ -83,7 +83,7 @@ class Window:
     """The counts of each batch of this replica."""
 
     def expects(self, position: int, counts: Mapping[str, float]) -> bool:
-        """Whether the batch at `position` has the counts with which the sums were made."""
+        """Return whether the batch at `position` has the counts with which the sums were made."""
         if position >= self.batches or not counts.keys() <= self.expected[position].keys():
             return False
         known = self.expected[position]
@@ -91,7 +91,7 @@ class Window:
 
 
 def open_window(counts: Sequence[Mapping[str, float] | None], totals: Totals | None) -> Window | None:
-    """The window of batches with these counts; None if those of one batch are not known, here or in another replica."""
+    """Return the window of batches with these counts; None if counts are unknown, here or in another replica."""
     known = [own for own in counts if own is not None]
     complete = len(known) == len(counts)
     keys = list(counts[0] or ())
@@ -118,7 +118,7 @@ class Numbers:
         self.checks = tuple(quantities.checks)
         self._parts: dict[fx.Node, str] = {}
         """Values from which the quantities are computed, with their laws over batches: "sum", "mean", or "apart" for a
-        value of one replica, which is never that of several batches."""
+        value of one replica that is not combined with those of other batches."""
         wanted = [quantity.node for quantity in self.quantities.values()]
         for node in wanted:
             try:
@@ -147,7 +147,7 @@ class Numbers:
         window: Window | None = None,
         position: int = 0,
     ) -> BatchNumbers:
-        """The numbers of a batch that is split into micro-batches of these sizes.
+        """Return the numbers of a batch that is split into micro-batches of these sizes.
 
         With several replicas whose numbers are needed together, `totals` adds them. With a `window`, the batch is the one
         at `position` there.
@@ -183,11 +183,11 @@ class Numbers:
         return BatchNumbers(inputs, everyone, self._value_of_denominator(every, everyone), batches)
 
     def counts(self, leaves: Sequence[Any], samples: int) -> dict[str, float]:
-        """The numbers of a batch of this replica that add up over batches, and its number of samples."""
+        """Return the numbers of a batch of this replica that add up over batches, and its number of samples."""
         return {**self._counts(self._parts_in(leaves, checked=False), samples), SAMPLES: float(samples)}
 
     def _as_expected(self, leaves: Sequence[Any], samples: int, window: Window, position: int) -> bool:
-        """Whether a batch still has the counts with which the window was opened; warns if not."""
+        """Return whether a batch still has the counts with which the window was opened; warns if not."""
         if window.expects(position, self.counts(leaves, samples)):
             return True
         warnings.warn(
@@ -211,7 +211,7 @@ class Numbers:
 
     @torch.no_grad()
     def _parts_in(self, leaves: Sequence[Any], checked: bool = True) -> list[Any]:
-        """The parts of all quantities for one batch. With `checked`, decisions by its contents must be as recorded."""
+        """Return the parts of all quantities for one batch. With `checked`, branches on its contents must be as recorded."""
         given = [leaf.clone() if self._changes and isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         values = list(self._before(*given))
         if checked:
@@ -220,7 +220,7 @@ class Numbers:
         return values[: len(self._parts)]
 
     def _counts(self, parts: Sequence[Any], samples: int) -> dict[str, float]:
-        """Parts that add up over batches, by the ops from which they are computed: equal in all recordings of a step."""
+        """Return the parts that add up over batches, by the ops that compute them: equal in all recordings of a step."""
         weights = {"sum": 1, "mean": samples}
         return {
             text_of(node): float(part) * weights[law]
@@ -229,7 +229,7 @@ class Numbers:
         }
 
     def _together(self, parts: Sequence[Any], sums: Mapping[str, float], samples: int) -> dict[str, float]:
-        """The quantities of several batches, from the sums of their counts and their number of samples."""
+        """Return the quantities of several batches, from the sums of their counts and their number of samples."""
         found = []
         for part, (node, law) in zip(parts, self._parts.items()):
             if law != "apart":
@@ -245,7 +245,7 @@ class Numbers:
 
 
 def _nothing(*values: Any) -> tuple[Any, ...]:
-    """The values of no quantities."""
+    """Return no values: there are no quantities."""
     return ()
 
 
@@ -254,7 +254,7 @@ def _ops(order: Sequence[fx.Node], nodes: set[fx.Node]) -> list[fx.Node]:
 
 
 def _summands(node: fx.Node, follow: Following) -> dict[fx.Node, str]:
-    """The parts of a quantity with their laws. Raises `Unknown` if it is no function of values that add up."""
+    """Return the parts of a quantity with their laws. Raises `Unknown` if it is not a function of values that add up."""
     law = _law_over_batches(node, follow)
     if law is not None:
         return {node: law}
@@ -272,7 +272,7 @@ def _summands(node: fx.Node, follow: Following) -> dict[fx.Node, str]:
 
 
 def _law_over_batches(node: fx.Node, follow: Following) -> str | None:
-    """The law of a number that adds up over batches: "sum" or "mean"; None for other numbers."""
+    """Return the law of a number that adds up over batches: "sum" or "mean"; None for other numbers."""
     name = name_of(node)
     if getattr(node.target, "adds_up", False) or (op_of(node).is_number and follow.counts_samples(node)):
         return "sum"

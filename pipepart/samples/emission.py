@@ -46,7 +46,7 @@ class NumberInput:
 
 
 def per_row(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A sum over all elements of some rows, divided by the elements of one row."""
+    """Return a sum over all elements of some rows, divided by the elements of one row."""
     return value / max(1, prod(rows.shape[1:]))
 
 
@@ -100,7 +100,7 @@ class Emission:
         return self._clone(form, scope, divided)
 
     def _clone(self, form: Op, scope: Scope, divided: bool) -> fx.Node:
-        """The same op, not in place, on other arguments."""
+        """Write the same op, not in place, on other arguments."""
         node = form.node
         new = {
             arg: self._argument(inner, node, scope, divided)
@@ -163,7 +163,7 @@ class Emission:
         swap.user.replace_input_with(swap.source, number)
 
     def _full(self, near: fx.Node, number: fx.Node, like: fx.Node | None = None) -> fx.Node:
-        """A number as a tensor without dimensions, of the type of `like` (or of `near`)."""
+        """Write a number as a tensor without dimensions, of the type of `like` (or of `near`)."""
         kind = {"dtype": op_of(like or near).dtype, "device": self._device}
         return self._call(near, torch.full, ((), number), kind, like=like, differentiates=())
 
@@ -184,7 +184,7 @@ class Emission:
         return self._numbers[number]
 
     def _product(self, near: fx.Node, first: fx.Node, second: Any) -> fx.Node:
-        """A product of plain numbers."""
+        """Write a product of plain numbers."""
         with self._graph.inserting_before(near):
             made = self._graph.call_function(operator.mul, (first, second))
         set_op(made, op_of(near).beside(is_number=True, replicable=True, computes=False))
@@ -205,7 +205,7 @@ class Emission:
         like: fx.Node | None = None,
         differentiates: Sequence[fx.Node] | None = None,
     ) -> fx.Node:
-        """Write an op before `near` (which may be in place), or with `after` behind it, to use its value."""
+        """Write an op before `near`, which may be in place; with `after`, write it after `near`, to use the value of `near`."""
         with self._graph.inserting_after(near) if after else self._graph.inserting_before(near):
             make = self._graph.call_method if method else self._graph.call_function
             made: fx.Node = make(target, args, kwargs or {})
@@ -238,14 +238,14 @@ class Emission:
         self._drop(candidates)
         for form in dict.fromkeys(forms):
             if isinstance(form, Ratio) and form.node in self._numerators and form.node.users:
-                # Another op needs the value of the micro-batch: it gets it without the whole loss computed once more.
+                # Another op needs the value for the micro-batch: it is computed from the numerator.
                 made = self._call(form.node, torch.div, (self._numerators[form.node], form.quantity.node))
                 form.node.replace_all_uses_with(made)
         self._drop(candidates)
         self._graph.lint()
 
     def _drop(self, candidates: set[fx.Node]) -> None:
-        """Erase those of these ops that nothing uses, unless they change memory that lasts."""
+        """Erase the candidates that nothing uses, unless they change state or memory that outlives the graph."""
         persistent: set[Any] = set()
         for node in self._graph.nodes:
             if node.op in ("get_attr", "placeholder"):

@@ -1,6 +1,6 @@
 """Values of a recording that follow the batch: their sizes, and the values from which they are computed.
 
-Ops are told apart by plain names: `a + b`, `torch.add(a, b)` and `a.add_(b)` are one op.
+Ops are identified by plain names: `a + b`, `torch.add(a, b)` and `a.add_(b)` are one op.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SAME = {
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the op of torch or Python that a node calls; empty for calls of anything else."""
+    """Return the name of the op of torch or Python that a node calls; empty for calls of anything else."""
     if node.op == "call_method":
         name = str(node.target)
     elif node.op == "call_function":
@@ -63,20 +63,20 @@ def name_of(node: fx.Node) -> str:
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, positional or named; a method's own tensor is at position 0."""
+    """Return an argument of a call, positional or named; a method's own tensor is at position 0."""
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
 
 
 def operands(node: fx.Node) -> tuple[Any, Any]:
-    """The two operands of an arithmetic op, in the order of the arithmetic."""
+    """Return the two operands of an arithmetic op, in the order of the arithmetic."""
     first, second = argument(node, 0, "input"), argument(node, 1, "other")
     return (second, first) if name_of(node) in ("rsub", "rdiv") else (first, second)
 
 
 def dims_of(node: fx.Node, rank: int) -> tuple[int, ...] | None:
-    """The dimensions that a reduction goes over, counted from the front; None if they are not plain numbers."""
+    """Return the dimensions that a reduction goes over, counted from the front; None if they are not plain numbers."""
     dims = argument(node, 1, "dim", node.kwargs.get("axis"))
     if dims is None or dims in ((), []):
         return tuple(range(rank))
@@ -87,14 +87,14 @@ def dims_of(node: fx.Node, rank: int) -> tuple[int, ...] | None:
 
 
 def before(value: Any, names: Collection[str]) -> Any:
-    """The value to which a chain of ops with these names was applied; the value itself if there is no such op."""
+    """Return the value to which a chain of ops with these names was applied; the value itself if there is no such op."""
     while isinstance(value, fx.Node) and name_of(value) in names:
         value = value.args[0]
     return value
 
 
 def sources_of(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda node: False) -> set[fx.Node]:
-    """These nodes and all nodes from which they are computed, without those at which the walk is to `stop`."""
+    """Return these nodes and all nodes from which they are computed; the walk ends before nodes for which `stop` is true."""
     found: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
@@ -106,13 +106,13 @@ def sources_of(nodes: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambd
 
 
 def assigned_path(node: fx.Node) -> str:
-    """The path of the attribute that an assignment sets."""
+    """Return the path of the attribute that an assignment sets."""
     owner: Any = node.args[0]
     return f"{owner.target}.{node.args[1]}" if owner.target else str(node.args[1])
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:
-    """The flat outputs of a recorded graph."""
+    """Return the flat outputs of a recorded graph."""
     output: fx.Node = next(reversed(graph.nodes))
     results: Any = output.args[0]
     return list(results)
@@ -140,11 +140,11 @@ class _Sizes:
     """The number of samples in this run."""
 
     def differ(self, row: Sequence[int]) -> bool:
-        """Whether a size, given for all runs, follows the number of samples."""
+        """Return whether a size, given for all runs, follows the number of samples."""
         return row[self.run] != row[0]
 
     def scale(self, row: Sequence[int]) -> bool:
-        """Whether a size, given for all runs, is a multiple of the number of samples."""
+        """Return whether a size, given for all runs, is a multiple of the number of samples."""
         return self.differ(row) and row[self.run] * self.first == row[0] * self.other
 
 
@@ -179,11 +179,11 @@ class Following:
         return self._sizes is not None
 
     def ragged(self, node: fx.Node) -> bool:
-        """Whether the shape depends on the contents of tensors (selections by a mask)."""
+        """Return whether the shape depends on the contents of tensors (selections by a mask)."""
         return op_of(node).dynamic_shape and op_of(node).shape != ()
 
     def dims(self, node: fx.Node) -> tuple[int, ...]:
-        """The dimensions of a tensor whose size is a multiple of the number of samples."""
+        """Return the dimensions of a tensor whose size is a multiple of the number of samples."""
         if node.op == "get_attr":
             return ()
         meta = op_of(node)
@@ -199,14 +199,14 @@ class Following:
         return tuple(found)
 
     def has_samples(self, node: fx.Node) -> bool:
-        """Whether a tensor has a dimension of samples, or may have one."""
+        """Return whether a tensor has a dimension of samples, or may have one."""
         try:
             return self.ragged(node) or bool(self.dims(node))
         except Unknown:
             return True
 
     def counts_samples(self, node: fx.Node) -> bool:
-        """Whether a plain number is a size that is a multiple of the number of samples."""
+        """Return whether a plain number is a size that is a multiple of the number of samples."""
         if node.target not in ("size", "numel") or self._sizes is None or self._of_ragged(node):
             return False
         rows = op_of(node).rows
@@ -216,7 +216,7 @@ class Following:
         return any(self.ragged(source) for source in node.all_input_nodes)
 
     def depends(self, node: fx.Node) -> bool:
-        """Whether the value for a micro-batch may differ from that for the whole batch."""
+        """Return whether the value for a micro-batch may differ from that for the whole batch."""
         return node in self._dependent
 
     @cached_property
@@ -238,7 +238,7 @@ class Following:
         return not rows or self._sizes is None or self._sizes.differ(rows[0])
 
     def _fixed_size(self, node: fx.Node) -> bool:
-        """Whether this is a size that was the same with another number of samples."""
+        """Return whether this is a size that was the same with another number of samples."""
         rows = op_of(node).rows
         if node.target != "size" or not op_of(node).is_number or not rows or self._sizes is None:
             return False
@@ -249,7 +249,7 @@ class Following:
         self._pure.add(node)
 
     def pure(self, node: fx.Node) -> bool:
-        """Whether a value comes from the batch, constants and buffers alone: no parameters, no random numbers."""
+        """Return whether a value comes from the batch, constants and buffers alone: no parameters, no random numbers."""
         return node in self._pure
 
     @cached_property

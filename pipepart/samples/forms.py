@@ -95,28 +95,28 @@ class Op(Form):
 
 
 def _inner(form: Form) -> tuple[Form, ...]:
-    """The forms from which a form is made; empty for a term."""
+    """Return the forms from which a form is made; empty for a term."""
     if isinstance(form, Op):
         return tuple(form.arguments.values())
     return (form.term,) if isinstance(form, Scaled) else ()
 
 
 def _powers(form: Form) -> Denominator:
-    """The quantities by which a form itself, apart from those inside it, multiplies or divides."""
+    """Return the quantities by which a form itself, apart from those inside it, multiplies or divides."""
     if isinstance(form, (Ratio, Scaled)):
         return ((form.quantity.key, form.power if isinstance(form, Scaled) else -1),)
     return ((SAMPLES, -1),) if isinstance(form, Share) else ()
 
 
 def parts_of(form: Form) -> Iterator[Form]:
-    """A form and all forms inside it."""
+    """Yield a form and all forms inside it."""
     yield form
     for inner in _inner(form):
         yield from parts_of(inner)
 
 
 def _terms(form: Form, outside: Denominator = ()) -> Iterator[tuple[Form, Denominator]]:
-    """The terms of a form, each with its denominator."""
+    """Yield the terms of a form, each with its denominator."""
     powers = dict(outside)
     for key, power in _powers(form):
         powers[key] = powers.get(key, 0) + power
@@ -128,12 +128,12 @@ def _terms(form: Form, outside: Denominator = ()) -> Iterator[tuple[Form, Denomi
 
 
 def denominators(form: Form) -> set[Denominator]:
-    """The denominators of the terms that depend on parameters and on the batch."""
+    """Return the denominators of the terms that depend on parameters and on the batch."""
     return {denominator for term, denominator in _terms(form) if not isinstance(term, (Keep, Whole))}
 
 
 def law_of_output(form: Form) -> str:
-    """ "constant", "mean" (weighted by samples, as it is) or "sum" (once weights are written into the graph)."""
+    """Return "constant", "mean" (weighted by samples, as it is) or "sum" (once weights are written into the graph)."""
     found = list(_terms(form))
     if all(isinstance(term, Keep) and not denominator for term, denominator in found):
         return "constant"
@@ -143,5 +143,5 @@ def law_of_output(form: Form) -> str:
 
 
 def is_plain_sum(form: Form) -> bool:
-    """Whether values of micro-batches add up as they are."""
+    """Return whether values of micro-batches add up as they are."""
     return all(isinstance(term, Sum) and not denominator for term, denominator in _terms(form))

@@ -53,7 +53,7 @@ UNKNOWN, SHARED = Law("unknown"), Law("shared")
 
 
 def law_of(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Law:
-    """The law between a value of the whole batch and those of its parts, which have `sizes` samples."""
+    """Return the law between a value of the whole batch and those of its parts, which have `sizes` samples."""
     if isinstance(whole, np.ndarray) and all(isinstance(part, np.ndarray) for part in parts):
         whole, parts = torch.as_tensor(whole), [torch.as_tensor(part) for part in parts]
     if isinstance(whole, torch.Tensor):
@@ -84,7 +84,7 @@ def law_of(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Law:
 
 
 def merged(law: Law, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The value of the whole from those of the parts, which have `sizes` samples. Gradients flow back to the parts."""
+    """Return the value of the whole from those of the parts, which have `sizes` samples. Gradients flow back to the parts."""
     if law.kind == "batched":
         return torch.cat(list(parts), law.dim) if len(parts) > 1 else parts[0]
     if law.kind == "blocks":
@@ -103,7 +103,7 @@ def merged(law: Law, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def concatenated_dim(whole: Any, parts: Sequence[Any]) -> int | None:
-    """The dimension along which the parts have the shape of the whole if concatenated; None if there is none."""
+    """Return the dimension along which the parts have the shape of the whole if concatenated; None if there is none."""
     if any(part.ndim != whole.ndim for part in parts):
         return None
     for dim in range(whole.ndim):
@@ -114,7 +114,7 @@ def concatenated_dim(whole: Any, parts: Sequence[Any]) -> int | None:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal up to the order of summation."""
+    """Return whether two tensors are equal up to the order of summation."""
     if a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):
@@ -150,13 +150,13 @@ def _of_tensors(whole: torch.Tensor, parts: list[torch.Tensor], sizes: Sequence[
 
 
 def _in_blocks(parts: list[torch.Tensor], sizes: Sequence[int], dim: int) -> bool:
-    """Whether each part has the same number of blocks of its samples, more than one."""
+    """Return whether each part has the same number of blocks of its samples, more than one."""
     counts = {divmod(part.shape[dim], size) for part, size in zip(parts, sizes)}
     return len(counts) == 1 and all(count > 1 and rest == 0 for count, rest in counts)
 
 
 def _numbering(whole: torch.Tensor, parts: list[torch.Tensor], sizes: Sequence[int], dim: int) -> str:
-    """The law if each part has the numbers of the whole up to one offset for the part; empty if not."""
+    """Return the law if each part has the numbers of the whole up to one offset for the part; empty if not."""
     mine = whole.split([part.shape[dim] for part in parts], dim)
     apart = [(a - b).unique() for a, b in zip(mine, parts) if a.numel()]
     if any(len(numbers) != 1 for numbers in apart) or max(part.numel() for part in parts) < 2:
@@ -167,7 +167,7 @@ def _numbering(whole: torch.Tensor, parts: list[torch.Tensor], sizes: Sequence[i
 
 
 def _same_rows(a: torch.Tensor, b: torch.Tensor, dim: int) -> bool:
-    """Whether two tensors have the same rows in some order, told by one number for each row."""
+    """Return whether two tensors have the same rows in some order, compared by one number for each row."""
     rows = [t.movedim(dim, 0).flatten(1) if t.dim() > 1 else t.unsqueeze(1) for t in (a, b)]
     if rows[0].is_complex():
         rows = [torch.view_as_real(row).flatten(1) for row in rows]

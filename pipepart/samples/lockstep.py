@@ -1,6 +1,6 @@
 """A recording run on a batch and on its parts at the same time, op by op, each with a state of its own.
 
-The model is in eval mode and, where the ops allow it, in float64, so that only ops in which samples meet make a
+The model is in eval mode and, where the ops allow it, in float64, so that only ops that combine samples make a
 difference. The model does not change: copies take the place of its parameters and buffers.
 """
 
@@ -34,7 +34,7 @@ _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex
 _CASTS = {"float": "double", "half": "double", "bfloat16": "double"}
 _UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _APART = 0.05
-"""The least distance by which a parameter is moved; a zero often switches something off at the start."""
+"""The least scale of the random change of a parameter: a parameter that starts at zero often switches something off."""
 _NORMS = ("batch_norm", "native_batch_norm")
 
 
@@ -52,7 +52,7 @@ class Split:
     """Outputs that are merged in another way, and are not compared."""
 
     def weights(self, output: int) -> list[float]:
-        """The weight of each part in an output."""
+        """Return the weight of each part in an output."""
         return [1.0 if output in self.sums else size / sum(self.sizes) for size in self.sizes]
 
 
@@ -99,7 +99,7 @@ class _Run:
         if node.target is set_attribute:
             self.assigned[assigned_path(node)] = args[2]
             return None
-        if node.target is check:  # sizes were checked before; the runtime checks decisions by data
+        if node.target is check:  # sizes were checked before; the runtime checks branches on data
             return None
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(bool(op_of(node).grad_mode)))
@@ -115,7 +115,7 @@ class _Run:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _value(self, argument: Any) -> Any:
-        """The value of an argument of an op."""
+        """Return the value of an argument of an op."""
         if isinstance(argument, fx.Node):
             return self.values[argument]
         return _WIDE.get(argument, argument) if self.exact and isinstance(argument, torch.dtype) else argument
@@ -137,14 +137,14 @@ class _Run:
         return self.buffers[id(tensor)]
 
     def _own(self, leaf: Any) -> Any:
-        """A copy of a tensor; an exact run has floating-point tensors in float64."""
+        """Return a copy of a tensor; an exact run has floating-point tensors in float64."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         wide = self.exact and leaf.dtype in _NARROW
         return leaf.detach().to(torch.float64) if wide else leaf.detach().clone()
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter with other values: at the start, gates are closed and all samples may take the same path."""
+        """Return a parameter with other values: in a new model, gates may be closed and all samples may take the same path."""
         if self.generator is None or not tensor.is_floating_point():
             return tensor
         noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64).to(tensor)
@@ -177,8 +177,8 @@ class Lockstep:
         self.chance: set[fx.Node] = set()
         """Nodes whose law may hold for this batch alone: counts and flags made from values without a law."""
         self.fragile: set[fx.Node] = set()
-        """Nodes whose law does not follow from those of its arguments and is seen in whole numbers alone, and nodes that
-        are made from such nodes alone."""
+        """Nodes whose law does not follow from the laws of their arguments and is seen in whole numbers alone, and nodes
+        that are made from such nodes alone."""
         self.parameters: dict[int, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(moved) if moved is not None else None
         self.whole, *self.parts = (
@@ -227,14 +227,14 @@ class Lockstep:
         return bool(own) and all(source in self.fragile for source in own)
 
     def _adds_up(self, node: fx.Node) -> bool:
-        """Whether a tensor of the whole has other values than those of the parts, not only more of them."""
+        """Return whether a tensor of the whole has other values than those of the parts, not only more of them."""
         return self.laws[node].kind in ("mean", "sum") and isinstance(self.whole.values[node], torch.Tensor)
 
     def _consistent(self, node: fx.Node) -> bool:
         return all(self.laws[source].known for source in node.all_input_nodes)
 
     def _draw(self, node: fx.Node, whole: Any) -> None:
-        """Give the parts the random numbers of the whole, each those of its own samples."""
+        """Give each part the random numbers that the whole has drawn for the samples of the part."""
         if not isinstance(whole, (torch.Tensor, np.ndarray)) or not self._consistent(node):
             return
         values = self._values(node)
@@ -249,7 +249,7 @@ class Lockstep:
             part.set(node, piece)
 
     def _offset(self, node: fx.Node) -> None:
-        """Give the whole a random order of samples in which each part keeps to itself."""
+        """Give the whole a random order of samples in which the samples of each part stay together."""
         values = self._values(node)
         offsets = itertools.accumulate((len(value) for value in values[:-1]), initial=0)
         together = torch.cat([value + offset for value, offset in zip(values, offsets)])
@@ -263,7 +263,7 @@ class Lockstep:
         return node.op == "call_function" and name in _NORMS
 
     def _as_parts(self, node: fx.Node) -> None:
-        """Give the whole the values of its parts, from a layer that normalises over the batch even in eval mode."""
+        """Give the whole the values of its parts, for a layer that normalises over the batch even in eval mode."""
         values = self._values(node)
         if not isinstance(values[0], torch.Tensor) or not self._consistent(node):
             return
@@ -281,14 +281,14 @@ def run_in_lockstep(recording: Recording, split: Split, moved: int | None = None
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value consists of whole numbers, which are easily equal by chance; real numbers are not."""
+    """Return whether a value consists of whole numbers, which are easily equal by chance; real numbers are not."""
     if isinstance(value, torch.Tensor):
         return not value.is_complex() and (not value.is_floating_point() or bool((value == value.round()).all()))
     return isinstance(value, (bool, int)) or (isinstance(value, float) and value.is_integer())
 
 
 def _random_state() -> tuple[bytes, Any]:
-    """The state of all generators from which a model on this device draws."""
+    """Return the state of all generators from which a model on this device draws."""
     return torch.get_rng_state().numpy().tobytes(), outside_rng()
 
 

@@ -93,7 +93,7 @@ class _Call:
 
 
 def loss_form(node: fx.Node, quantities: Quantities) -> Form | None:
-    """The form of a loss of torch; None if the node is no such loss. Raises `Unknown`."""
+    """Return the form of a loss of torch; None if the node is not such a loss. Raises `Unknown`."""
     recording, follow = quantities.recording, quantities.follow
     call = _call_of(node, recording)
     if call is None:
@@ -101,7 +101,7 @@ def loss_form(node: fx.Node, quantities: Quantities) -> Form | None:
     by_element, by_target = call.name in _BY_ELEMENT, call.name in _BY_TARGET
     scores = call.get("input", call.get("log_probs", call.get("input1", call.get("anchor"))))
     if not isinstance(scores, fx.Node):
-        raise Unknown(node, "its input is no recorded tensor")
+        raise Unknown(node, "its input is not a recorded tensor")
     if call.name in _WEIGHTED and call.get("weight") is not None:
         return _weighted_mean(call, quantities)
     over = [value for value in call.arguments.values() if isinstance(value, fx.Node) and follow.depends(value)]
@@ -115,13 +115,13 @@ def loss_form(node: fx.Node, quantities: Quantities) -> Form | None:
     if not ragged:
         return Share(node)
     if not by_element and not by_target:
-        raise Unknown(node, "a loss of this kind on a selection")
+        raise Unknown(node, "the denominator of this loss on a selection is not known")
     rows = quantities.count_rows(next((value for value in ragged if follow.pure(value)), ragged[0]))
     per_row = scores if by_element and call.reduction == "mean" else None
     if per_row is not None and not follow.ragged(per_row):
-        raise Unknown(node, "its input is no selection, and its target is one")
+        raise Unknown(node, "its target is a selection, but its input is not")
     if by_target and len(shape_of(scores)) != 2:
-        raise Unknown(node, "targets of several dimensions on a selection")
+        raise Unknown(node, "the denominator for targets of several dimensions on a selection is not known")
     return Ratio(node, rows, call.summed, per_row)
 
 
@@ -169,7 +169,7 @@ def _check_aligned(call: _Call, over: list[fx.Node], follow: Following) -> None:
     for operand in over:
         dims = follow.dims(operand)
         if len(dims) > 1:
-            raise Unknown(call.node, "samples meet samples in its operands")
+            raise Unknown(call.node, "an operand has several dimensions of samples")
         if dims:
             rank = len(shape_of(operand))
             places.add(dims[0] - rank if call.name in _BY_ELEMENT else dims[0])

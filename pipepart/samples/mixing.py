@@ -1,4 +1,4 @@
-"""Ops in which samples meet, found by running a recording on a batch and on its parts, not by a list of ops."""
+"""Ops that combine samples, found by running a recording on a batch and on its parts, not by a list of ops."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Mixing:
     exact: bool = True
     """Whether all ops ran in float64."""
     differs: Mapping[int, float] = field(default_factory=dict)
-    """Differences of wrong outputs relative to the whole; nan for outputs that are no single numbers."""
+    """Differences of wrong outputs relative to the whole; nan for outputs that are not single numbers."""
     fragile: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """For outputs that are right in whole numbers of this batch alone, which may be chance: the nodes that count."""
+    """For outputs that are right, but only in whole numbers of this batch, which may be chance: the nodes to confirm."""
     lost: frozenset[str] = frozenset()
     """Nodes without a law."""
 
@@ -95,7 +95,7 @@ def study(recording: Recording, split: Split, others: Iterable[Split] = ()) -> M
     the start (closed gates, all samples of one kind) differ with moved parameters. Values that moved parameters saturate
     (a sparse attention that becomes one-hot, so that its entropy is zero) differ with those of the model.
 
-    Counts of samples that have met (hits, flags, places in an order) are whole numbers, which may agree by chance. Such
+    Counts over combined samples (hits, flags, places in an order) are whole numbers, which may agree by chance. Such
     outputs must also be right for `others`: other samples of the same batch, each with parameters of its own.
     """
     with evaluating(recording.root):
@@ -106,13 +106,13 @@ def study(recording: Recording, split: Split, others: Iterable[Split] = ()) -> M
                 found = _both(moved, found)
         found = _confirmed(recording, found, found)
         for seed, other in enumerate(others if found.fragile else (), 1):
-            with suppress(Exception):  # or samples with which it was not recorded
+            with suppress(Exception):  # a model may also refuse samples with which it was not recorded
                 found = _confirmed(recording, found, _study(recording, other, moved=seed, gradients=False))
         return found
 
 
 def _confirmed(recording: Recording, found: Mixing, again: Mixing) -> Mixing:
-    """The result that still holds after another run: an output is also wrong if an op that counts for it lost its law."""
+    """Return the result after another run: an output is also wrong if one of its nodes to confirm has no law there."""
     met = {i: nodes & again.lost for i, nodes in found.fragile.items()}
     more = [i for i in found.fragile if i not in found.wrong and (i in again.wrong or met[i])]
     weak = {name for nodes in found.fragile.values() for name in nodes}
@@ -130,7 +130,10 @@ def _confirmed(recording: Recording, found: Mixing, again: Mixing) -> Mixing:
 
 
 def _both(moved: Mixing, here: Mixing) -> Mixing:
-    """The laws that hold with both sets of parameters, the differences with either, their size with the model's own."""
+    """Return the laws that hold with both sets of parameters, and the differences with either of them.
+
+    The sizes of the differences are those with the parameters of the model.
+    """
     nothing: frozenset[str] = frozenset()
     return replace(
         moved,
@@ -150,7 +153,7 @@ def _both(moved: Mixing, here: Mixing) -> Mixing:
 
 
 def _common(here: Law, moved: Law) -> Law:
-    """The law that holds with both sets of parameters. Equal samples look shared, and so do saturated ones."""
+    """Return the law that holds with both sets of parameters. Equal samples look shared, and so do saturated ones."""
     if here.kind == "shared" and moved.merges:
         return moved
     return here if here == moved or (moved.kind == "shared" and here.merges) else UNKNOWN
@@ -183,7 +186,7 @@ def _study(recording: Recording, split: Split, moved: int | None = None, gradien
 
 
 def _merges(index: int, node: fx.Node, pair: Lockstep) -> bool:
-    """Whether the runtime makes the value of an output from those of the micro-batches."""
+    """Return whether the runtime merges the values of micro-batches into the value of an output for the whole batch."""
     law, value = pair.laws[node], pair.whole.values[node]
     if not isinstance(value, torch.Tensor):
         return law.known
@@ -195,7 +198,7 @@ def _merges(index: int, node: fx.Node, pair: Lockstep) -> bool:
 
 
 def _losses(index: int, node: fx.Node, pair: Lockstep) -> tuple[LossPair, Difference | None]:
-    """The loss of the whole and of the parts together, and the difference of their gradients."""
+    """Return the loss of the whole and of the parts together, and the difference of their gradients."""
     whole: torch.Tensor = pair.whole.values[node]
     weighted = zip(pair.parts, pair.split.weights(index))
     together = torch.stack([part.values[node].reshape(()) * weight for part, weight in weighted]).sum()
@@ -221,7 +224,7 @@ def _losses(index: int, node: fx.Node, pair: Lockstep) -> tuple[LossPair, Differ
 
 
 def _relative(index: int, node: fx.Node, pair: Lockstep) -> float:
-    """The difference of a number between the whole and the mean (or sum) of its parts; nan for other values."""
+    """Return the difference of a number between the whole and the mean (or sum) of its parts; nan for other values."""
     value = pair.whole.values[node]
     parts = [part.values[node] for part in pair.parts]
     if not all(isinstance(tensor, torch.Tensor) for tensor in (value, *parts)) or value.dim():
@@ -231,7 +234,7 @@ def _relative(index: int, node: fx.Node, pair: Lockstep) -> float:
 
 
 def _first_fault(recording: Recording, laws: Mapping[fx.Node, Law], outputs: Sequence[fx.Node]) -> Fault | None:
-    """The first op on the way to these outputs that has no law, while all its arguments have one."""
+    """Return the first op on the way to these outputs that has no law, while all its arguments have one."""
     on_the_way = sources_of(node for node in outputs if not laws[node].known)
     data: set[fx.Node] = set()
     """Nodes that depend on the samples themselves, not only on their number."""
@@ -248,7 +251,7 @@ def _first_fault(recording: Recording, laws: Mapping[fx.Node, Law], outputs: Seq
 
 
 def fault_of(node: fx.Node) -> Fault:
-    """A node as it is named in messages."""
+    """Return a node as it is named in messages."""
     if node.op in ("get_attr", "output"):
         return Fault(target_name(node.target), "", "")
     return Fault(target_name(node.target).rpartition(".")[2], op_of(node).module, op_of(node).source)

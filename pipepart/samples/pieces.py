@@ -51,7 +51,7 @@ class Pieces:
     """Whether a batch is a pair of positional and named arguments."""
 
     def samples(self, batch: Any) -> int:
-        """The number of samples of a batch."""
+        """Return the number of samples of a batch."""
         graphs = _graph_batches(batch)
         if graphs:
             return _count(graphs[0][1])
@@ -74,12 +74,14 @@ class Pieces:
         parts = self.method(_given(batch) if self.call else batch, count)
         if not isinstance(parts, (list, tuple)) or not 1 <= len(parts) <= count:
             got = f"{len(parts)} of them" if isinstance(parts, (list, tuple)) else type(parts).__name__
-            raise PlanError(f"split(batch, {count}): expected a list of 1 to {count} batches, got {got}")
+            raise PlanError(
+                f"the method split(batch, {count}) of the module: expected a list of 1 to {count} batches, got {got}"
+            )
         whole = [_call_of(part, batch) for part in parts] if self.call else list(parts)
         return [Piece(part, self.samples(part)) for part in whole]
 
     def others(self, batch: Any) -> list[Any]:
-        """Batches of other sizes than this one, to record with: one graph more, or else the first of two pieces."""
+        """Return batches of other sizes, to record with: one with one graph more, or the first of two pieces."""
         if self.method is None:
             return _chosen(batch, [[*range(self.samples(batch)), 0]])
         pieces = self.split(batch, 2)
@@ -87,7 +89,7 @@ class Pieces:
 
 
 def pieces_of(batch: Any, root: nn.Module | None, batch_dim: BatchDim, call: bool, count: int) -> Pieces | None:
-    """The way in which a batch is split as a container; None if it is split along a dimension of its leaves."""
+    """Return the way in which a batch is split as a container; None if it is split along a dimension of its leaves."""
     method = _split_method(root)
     if method is not None or _graph_batches(batch):
         return Pieces(method, batch_dim, call)
@@ -104,12 +106,12 @@ def pieces_of(batch: Any, root: nn.Module | None, batch_dim: BatchDim, call: boo
 
 
 def has_no_graphs(batch: Any) -> bool:
-    """Whether a batch of graphs has no graph."""
+    """Return whether a batch of graphs has no graph."""
     return any(_count(item) == 0 for _, item in _graph_batches(batch))
 
 
 def other_batches(batch: Any, root: nn.Module | None, call: bool) -> list[Any] | None:
-    """Further batches to record with, if `batch` is split as a container; None if it is split along a dimension."""
+    """Return further batches to record with, if `batch` is split as a container; None if it is split along a dimension."""
     method = _split_method(root)
     if method is None and not _graph_batches(batch):
         return None
@@ -124,7 +126,7 @@ def _one_part(batch: Any, count: int) -> list[Any]:
 
 
 def _split_method(root: nn.Module | None) -> Callable[[Any, int], Sequence[Any]] | None:
-    """The method ``split(batch, n)`` of a module; a method of that name with other parameters is not meant."""
+    """Return the method ``split(batch, n)`` of a module; a method of that name with other parameters is ignored."""
     method = getattr(root, "split", None)
     if not inspect.ismethod(method):
         return None
@@ -132,7 +134,7 @@ def _split_method(root: nn.Module | None) -> Callable[[Any, int], Sequence[Any]]
 
 
 def _given(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """The batch in a pair of arguments, as the user's ``split`` takes it."""
+    """Return the batch in a pair of arguments, as the user's ``split`` takes it."""
     args, kwargs = call
     if kwargs:
         return call
@@ -140,7 +142,7 @@ def _given(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
 
 
 def _call_of(part: Any, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """A part that the user's ``split`` returned as a pair of arguments."""
+    """Return a part, which the user's ``split`` has returned, as a pair of arguments."""
     args, kwargs = call
     if kwargs:
         return part
@@ -151,7 +153,7 @@ def _call_of(part: Any, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
 
 
 def _containers(value: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Leaves of a batch, and its containers in one piece, with their paths."""
+    """Return the leaves of a batch, and its containers in one piece, with their paths."""
     parts = opened(value)
     if parts is None or _in_one_piece(value) or _is_graph_batch(value):
         return [(path, value)]
@@ -174,7 +176,7 @@ def _is_graph_batch(value: Any) -> bool:
 
 
 def _is_molecules(value: Any) -> bool:
-    """Whether this is a batch of molecules of chemprop whose fields are known."""
+    """Return whether this is a batch of molecules of chemprop whose fields are known."""
     return library_of(value, "chemprop", "BatchMolGraph") and set(_fields(value)) <= set(_FIELDS)
 
 
@@ -195,7 +197,9 @@ def _split_into_graphs(batch: Any, count: int) -> list[Piece]:
     first, total = counts[0]
     for path, other in counts:
         if other != total:
-            raise PlanError(f"the batch has {total} graphs in {first} and {other} in {path}")
+            raise PlanError(
+                f"the batch has {total} graphs in {first} and {other} in {path}; expected one number of graphs in all of them"
+            )
     count = min(count, total)
     sizes = [total // count + (i < total % count) for i in range(count)]
     starts = [sum(sizes[:i]) for i in range(count)]
@@ -204,7 +208,7 @@ def _split_into_graphs(batch: Any, count: int) -> list[Piece]:
 
 
 def _chosen(batch: Any, chosen: Sequence[Sequence[int]]) -> list[Any]:
-    """Batches of some graphs each, by their positions; every graph batch is taken apart once."""
+    """Return batches of some graphs each, by their positions; every graph batch is taken apart once."""
     found = [item for _, item in _graph_batches(batch)]
     graphs = {id(item): _molecules_of(item) if _is_molecules(item) else item.to_data_list() for item in found}
     total = len(next(iter(graphs.values())))
@@ -234,7 +238,7 @@ def _chosen(batch: Any, chosen: Sequence[Sequence[int]]) -> list[Any]:
 
 
 def _molecules_of(batch: Any) -> list[_Molecule]:
-    """The fields of each molecule; numbers that count something begin at 0 in each of them."""
+    """Return the fields of each molecule; numbers that count something begin at 0 in each of them."""
     held, count = _fields(batch), len(batch)
     numbers = torch.arange(count, device=held["batch"].device)
     owners = {"atoms": held["batch"], "bonds": held["batch"][held["edge_index"][0]]}
@@ -253,7 +257,7 @@ def _molecules_of(batch: Any) -> list[_Molecule]:
 
 
 def _batch_of_molecules(like: Any, molecules: Sequence[_Molecule]) -> Any:
-    """A batch of the same class with these molecules."""
+    """Return a batch of the same class with these molecules."""
     made = object.__new__(type(like))
     offsets = {"atoms": 0, "bonds": 0, "molecules": 0}
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in _fields(like)}

@@ -2,7 +2,7 @@
 
 A term of a loss is divided by a quantity. Samples are also computed with quantities (`weights / weights.sum()`,
 `x / x.abs().max()`, `l / len(l)`): in a micro-batch, such a number differs from that of the whole batch. Numbers that come
-from the network are no quantities, because the graph does not tell whether samples meet there.
+from the network are not quantities, because the graph does not tell whether the network combines samples.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ARITHMETIC = frozenset((
 
 
 def count_targets(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
-    """The denominator of `cross_entropy` and `nll_loss`: the weights of all targets that are not ignored."""
+    """Return the denominator of `cross_entropy` and `nll_loss`: the weights of all targets that are not ignored."""
     used = target != ignore_index
     if weight is None:
         return used.sum()
@@ -67,12 +67,12 @@ def count_targets(target: torch.Tensor, ignore_index: int, weight: torch.Tensor 
 
 
 def true_elements(mask: torch.Tensor) -> torch.Tensor:
-    """The number of elements of a mask that are set."""
+    """Return the number of elements of a mask that are set."""
     return torch.count_nonzero(mask)
 
 
 def size_of_first(tensor: torch.Tensor) -> torch.Tensor:
-    """The size of dimension 0 as a tensor."""
+    """Return the size of dimension 0 as a tensor."""
     return torch.tensor(tensor.shape[0])
 
 
@@ -81,7 +81,7 @@ count_targets.adds_up = true_elements.adds_up = size_of_first.adds_up = True  # 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number of the whole batch: the value of `node` there."""
+    """A number of the whole batch: the value of `node` for all its samples."""
 
     name: str
     key: str
@@ -91,7 +91,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class DataCheck:
-    """A decision of the model by the contents of the batch: `node` must have the recorded value for the whole batch."""
+    """A branch of the model on the contents of the batch: `node` must have the recorded value for the whole batch."""
 
     node: fx.Node
     expected: Any
@@ -119,17 +119,17 @@ class Quantities:
     checks: list[DataCheck] = field(default_factory=list)
 
     def of(self, node: fx.Node) -> Quantity:
-        """The value of a node for the whole batch. Sizes along the batch are the number of samples, times a constant."""
+        """Return the value of a node for the whole batch. Sizes along the batch are the number of samples, times a constant."""
         if not self.follow.pure(node):
-            raise Unknown(node, "it is needed for the whole batch, and not made from the batch alone")
+            raise Unknown(node, "it is needed for the whole batch, but it is not made from the batch alone")
         meta = op_of(node)
         if not meta.is_number and meta.shape != ():
-            raise Unknown(node, "it is no single number")
+            raise Unknown(node, "it is not a single number")
         key = SAMPLES if meta.is_number and self.follow.counts_samples(node) else text_of(node)
         return self.found.setdefault(node.name, Quantity(node.name, key, node))
 
     def count(self, near: fx.Node, function: Any, args: tuple[Any, ...]) -> Quantity:
-        """The value of ``function(*args)`` for the whole batch, an op of our own that is written beside `near`."""
+        """Return the value of ``function(*args)`` for the whole batch, an op of our own that is written beside `near`."""
         # The count of all targets does not depend on the shape of their tensor.
         shaped = [before(arg, _SHAPES) for arg in args] if function is count_targets else args
         key = f"{getattr(function, '__name__', function)}({', '.join(text_of(arg) for arg in shaped)})"
@@ -147,7 +147,7 @@ class Quantities:
         return self.found[key]
 
     def count_rows(self, node: fx.Node) -> Quantity:
-        """The size of dimension 0 of a tensor whose shape depends on the contents of the batch (`x[mask]`)."""
+        """Return the size of dimension 0 of a tensor whose shape depends on the contents of the batch (`x[mask]`)."""
         follow = self.follow
         if follow.pure(node):
             return self.count(node, size_of_first, (node,))
@@ -178,14 +178,14 @@ class Quantities:
             if name == "masked_select" and mask.shape != shape:
                 raise Unknown(node, "the mask has another shape than the tensor from which it selects")
             if not self.follow.ragged(index) and 0 not in self.follow.dims(index):
-                raise Unknown(node, "the mask does not go over the samples")
+                raise Unknown(node, "dimension 0 of the mask is not that of the samples")
             return self.count(node, true_elements, (index,))
         if mask.dtype in (torch.int64, torch.int32) and len(shape_of(index)) == 1:
             return self.count(node, size_of_first, (index,))
         raise Unknown(node, "its selection is not known from the batch")
 
     def swaps(self, term: fx.Node) -> list[Swap]:
-        """The arguments that must be quantities of the whole batch for a term to be right."""
+        """Return the arguments that must be quantities of the whole batch for a term to be right."""
         found = []
         for user in sorted(sources_of([term]) & self._statistics.keys(), key=lambda node: node.name):
             for source in self._statistics[user]:
@@ -204,7 +204,7 @@ class Quantities:
         return found
 
     def _is_statistic(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether `node` has samples, and `source` depends on their batch and has none."""
+        """Return whether `node` has samples, and `source` depends on their batch and has none."""
         meta = op_of(node)
         if not self.follow.depends(source) or source.op == "placeholder" or meta.is_number or meta.shape is None:
             return False
@@ -215,7 +215,7 @@ class Quantities:
         return op_of(source).shape is not None and not self.follow.has_samples(source)
 
     def take_checks(self) -> None:
-        """Move decisions by the contents of the batch alone out of the graph: they are made for the whole batch."""
+        """Move checks of branches on the contents of the batch alone out of the graph: they are made for the whole batch."""
         for node in list(self.recording.graph.nodes):
             value: Any = node.args[0] if node.target is intrinsics.check else None
             if isinstance(value, fx.Node) and self.follow.pure(value) and _reads_data(value):
@@ -224,7 +224,7 @@ class Quantities:
 
 
 def text_of(value: Any) -> str:
-    """The ops from which a value is computed as a text, without changes of type: equal texts are equal numbers."""
+    """Return the ops that compute a value as a text, without changes of type. Values with equal texts are equal."""
     if not isinstance(value, fx.Node):
         return repr(value)
     if value.op in ("placeholder", "get_attr"):
@@ -237,6 +237,6 @@ def text_of(value: Any) -> str:
 
 
 def _reads_data(value: fx.Node) -> bool:
-    """Whether a value depends on the contents of tensors of the batch, not only on their sizes."""
+    """Return whether a value depends on the contents of tensors of the batch, not only on their sizes."""
     sources = sources_of([value], lambda node: node.target in ("size", "numel", "stride"))
     return any(node.op == "placeholder" and not op_of(node).is_number for node in sources)

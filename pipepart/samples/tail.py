@@ -1,4 +1,4 @@
-"""The tail: the ops from the first one in which samples meet, which run once per batch on the values of all micro-batches.
+"""The tail: the ops from the first one that combines samples on. They run once per batch, on the values of all micro-batches.
 
 ```
 body   F1 F2 F3 F4                    B1 B2 B3 B4      on micro-batches, over all stages
@@ -47,17 +47,17 @@ class TailCut:
     inputs: Mapping[str, Law]
     """The values of the body on which the tail works, with the law that merges those of micro-batches."""
     loss: bool
-    """Whether the loss is among the outputs: backwards can only begin when the tail has run."""
+    """Whether the loss is among the outputs, so that backwards can begin only after the tail has run."""
     buffers: tuple[str, ...] = ()
     """Buffers that the tail changes."""
 
 
 def cut_tail(recording: Recording, mixing: Mixing) -> TailCut | None:
-    """The cut before the tail of a recording; None if it needs no tail. Raises `Refused` if a tail is not possible."""
+    """Return the cut before the tail of a recording; None if it needs no tail. Raises `Refused` if a tail is not possible."""
     outputs = outputs_of(recording.graph)
     writes = persistent_writes(recording)
     if not mixing.wrong and not mixing.same_gradients:
-        raise Refused("samples meet in backward only (a hook, or a function with its own backward)")
+        raise Refused("samples are combined in backward only (by a hook, or a function with its own backward)")
     if not mixing.wrong and not writes:
         return None
     laws = mixing.laws
@@ -80,7 +80,7 @@ def cut_tail(recording: Recording, mixing: Mixing) -> TailCut | None:
 
 
 def persistent_writes(recording: Recording) -> list[fx.Node]:
-    """The ops that change values which the next call reads: buffers in place, attributes that get a new tensor.
+    """Return the ops that change values which the next call reads: buffers in place, attributes that get a new tensor.
 
     Statistics of BatchNorm layers are left out, also where a subclass updates them itself (timm): they follow
     micro-batches.
@@ -99,7 +99,7 @@ def persistent_writes(recording: Recording) -> list[fx.Node]:
 
 
 def _is_norm_statistic(recording: Recording, path: str) -> bool:
-    """Whether an attribute is a running mean or variance of a BatchNorm layer, or its count of batches."""
+    """Return whether an attribute is a running mean or variance of a BatchNorm layer, or its count of batches."""
     owner, _, name = path.rpartition(".")
     if path in recording.constants:
         return False
@@ -110,7 +110,7 @@ def _is_norm_statistic(recording: Recording, path: str) -> bool:
 def _grown(
     recording: Recording, outputs: Sequence[Any], writes: Sequence[fx.Node], laws: Mapping[str, Law]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The ops from wrong outputs and writes back to values that can be merged, and these values."""
+    """Return the ops from wrong outputs and writes back to values that can be merged, and these values."""
     fixed, after = _parameters_only(recording), _descendants(recording, writes)
     overwritten = _overwritten(recording)
     tail: set[fx.Node] = set()
@@ -127,7 +127,7 @@ def _grown(
             node not in after and value and law.merges and not loose and node not in overwritten
         ):
             if not law.merges:
-                raise Refused(f"the input {node.name} of the batch is not cut along one dimension")
+                raise Refused(f"the input {node.name} of the batch is not split along one dimension")
             inputs.add(node)
             continue
         tail.add(node)
@@ -136,7 +136,7 @@ def _grown(
 
 
 def _descendants(recording: Recording, writes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The writes and all ops that depend on them."""
+    """Return the writes and all ops that depend on them."""
     found = set(writes)
     for node in recording.graph.nodes:
         if any(source in found for source in node.all_input_nodes):
@@ -145,7 +145,7 @@ def _descendants(recording: Recording, writes: Sequence[fx.Node]) -> set[fx.Node
 
 
 def _parameters_only(recording: Recording) -> set[fx.Node]:
-    """Ops that depend on parameters, buffers and constants alone, which the tail computes for itself."""
+    """Return the ops that depend on parameters, buffers and constants alone, which the tail computes for itself."""
     found: set[fx.Node] = set()
     for node in recording.graph.nodes:
         if node.op != "placeholder" and all(source in found for source in node.all_input_nodes):
@@ -154,7 +154,7 @@ def _parameters_only(recording: Recording) -> set[fx.Node]:
 
 
 def _overwritten(recording: Recording) -> set[fx.Node]:
-    """Values whose memory a later op changes: at the end of a chunk they are lost."""
+    """Return the values whose memory a later op changes: at the end of a chunk they are lost."""
     position = {node: i for i, node in enumerate(recording.graph.nodes)}
     last: dict[Any, int] = {}
     for node in recording.graph.nodes:
@@ -182,13 +182,13 @@ def _check_small(recording: Recording, tail: set[fx.Node]) -> None:
     used = sum(sizes.get(name, 0) for name in used_tensors(recording, list(tail)))
     if used > _FEW * sum(sizes.values()):
         raise Refused(
-            f"the ops after it hold {used / max(sum(sizes.values()), 1):.0%} of the parameters, and at most {_FEW:.0%} "
+            f"the ops after it use {used / max(sum(sizes.values()), 1):.0%} of the parameters, and at most {_FEW:.0%} "
             "can be run once per batch on the last stage"
         )
 
 
 def _written(recording: Recording, writes: Sequence[fx.Node]) -> list[str]:
-    """The names of the buffers that these ops change."""
+    """Return the names of the buffers that these ops change."""
     changed = set().union(*(op_of(node).mutates for node in writes))
     reads = [n for n in recording.graph.nodes if n.op == "get_attr" and op_of(n).writes & changed]
     assigned = [assigned_path(node) for node in writes if node.target is set_attribute]
@@ -222,7 +222,7 @@ class Tail:
         return node.op != "placeholder" and bool(op_of(node).requires_grad) and not op_of(node).is_number
 
     def _body(self, results: Sequence[Any]) -> Recording:
-        """The recording without the tail."""
+        """Return the recording without the tail."""
         recording = self.recording
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}

@@ -36,7 +36,7 @@ class Terms:
         self._known: dict[fx.Node, Form] = {}
 
     def form(self, node: Any) -> Form:
-        """The form of a value. Raises `Unknown`."""
+        """Return the form of a value. Raises `Unknown`."""
         if not isinstance(node, fx.Node) or not self._follow.depends(node):
             return Keep(node)
         if node not in self._known:
@@ -73,12 +73,12 @@ class Terms:
         if not self._follow.ragged(source):
             following = self._follow.dims(source)
             if not following and name in ("sum", "mean"):
-                return self._op(node, source)  # an earlier op has gone over the samples
+                return self._op(node, source)  # an earlier op has reduced over the samples
             if len(following) != 1 or dims is None or following[0] not in dims:
-                raise Unknown(node, "it does not go over the samples once")
+                raise Unknown(node, "it does not reduce over the samples exactly once")
             return Share(node) if name == "mean" else Sum(node)
         if dims is None or 0 not in dims:
-            raise Unknown(node, "it does not go over the selected rows")
+            raise Unknown(node, "it does not reduce over the selected rows")
         if name != "mean":
             return Sum(node)
         rows = self._quantities.count_rows(source)
@@ -99,7 +99,7 @@ class Terms:
         if name in ("add", "sub", "rsub"):
             first, second = operands(node)
             if argument(node, 2, "alpha", 1) != 1 and not isinstance(second, fx.Node):
-                raise Unknown(node, "alpha times a number")
+                raise Unknown(node, "alpha is applied to a plain number")
             return self._op(node, first, second)
         if name == "mul":
             first, second = operands(node)
@@ -108,7 +108,7 @@ class Terms:
             return self._times(node, second, first, 1)
         if name in ("div", "rdiv"):
             if node.kwargs.get("rounding_mode") is not None:
-                raise Unknown(node, "a division that rounds")
+                raise Unknown(node, "the division rounds")
             return self._times(node, *operands(node), -1)
         if name == "neg":
             return self._op(node, node.args[0])
@@ -123,7 +123,7 @@ class Terms:
         if name == "getitem" and not _has_node(node.args[1]):
             source = node.args[0]
             if not isinstance(source, fx.Node) or op_of(source).shape is None:
-                raise Unknown(node, "it comes out of a tuple")
+                raise Unknown(node, "it is an item of a tuple")
             return self._op(node, source)
         raise Unknown(node, f"{name or node.target} is not known to be linear")
 
@@ -131,7 +131,7 @@ class Terms:
         return Op(node, {source: self.form(source) for source in sources})
 
     def _is_factor(self, value: fx.Node) -> bool:
-        """Whether a value is no term: it does not depend on the batch, or is one number of it."""
+        """Return whether a value is not a term: it does not depend on the batch, or it is one number of the batch."""
         if not self._follow.depends(value):
             return True
         meta = op_of(value)
@@ -144,11 +144,11 @@ class Terms:
         if not self._is_factor(factor):
             raise Unknown(node, "both operands depend on the parameters and on the batch")
         if not isinstance(term, fx.Node):
-            raise Unknown(node, "a number divided by a number of the batch")
+            raise Unknown(node, "a plain number is divided by a number of the batch")
         return Scaled(node, inner, self._quantities.of(factor), power)
 
     def _changed(self, node: fx.Node) -> Form:
-        """The form of a tensor after an op in place: that of the op, if it changed this very tensor as a whole."""
+        """Return the form of a tensor after an op in place: that of the op, if it changed this very tensor as a whole."""
         tensor, mutation = node.args
         if isinstance(mutation, fx.Node) and isinstance(tensor, fx.Node) and mutation.op == "call_method":
             same = mutation.args and mutation.args[0] is tensor and name_of(mutation) in ("add", "sub", "mul", "div")
@@ -158,7 +158,7 @@ class Terms:
 
 
 def _safe(form: Form) -> Form:
-    """Refuse a mean as a sum in float16, whose largest number is 65504."""
+    """Refuse a mean that would be computed as a sum in float16, whose largest number is 65504."""
     if isinstance(form, Ratio) and op_of(form.node).dtype == torch.float16:
         raise Unknown(form.node, "its sum may be too large for float16")
     return form

@@ -26,8 +26,8 @@ __all__ = ["Weighed", "unweighed", "weigh"]
 
 _HOST = torch.device("cpu")
 _SWAPPED = (
-    "samples are computed with a number of their batch (such as w / w.sum()): each batch is exact, and with accumulated "
-    "batches that number is the one of each batch, as on one device"
+    "samples are computed with a number of their batch (such as w / w.sum()): each batch is exact, and accumulated batches "
+    "use the number of their own batch, as on one device"
 )
 
 
@@ -54,16 +54,16 @@ class Weighed:
     """Reasons why accumulated batches cannot be exact together."""
 
     def needs_totals(self, train: bool) -> bool:
-        """Whether numbers of all replicas are needed: to train, or for values that are averaged over replicas."""
+        """Return whether numbers of all replicas are needed: to train, or for values that are averaged over replicas."""
         return self.totals_always or (train and self.totals_in_training)
 
     def chunk_of(self, given: Mapping[str, int]) -> dict[str, int]:
-        """The chunk of each op, from the chunks of the ops of the given recording."""
+        """Return the chunk of each op, from the chunks of the ops of the given recording."""
         return {new: given[old] for new, old in self.origins.items() if old in given}
 
 
 def unweighed(recording: Recording) -> Weighed:
-    """A recording as it is: each micro-batch divides by its own numbers and is weighted by its share of samples."""
+    """Return a recording as it is: each micro-batch divides by its own numbers and is weighted by its share of samples."""
     laws = ("unknown",) * len(outputs_of(recording.graph))
     numbers = Numbers(Quantities(recording, Following(recording)), {}, None, 1)
     return Weighed(recording, laws, numbers, {node.name: node.name for node in recording.ops}, {})
@@ -156,7 +156,7 @@ def _output(value: Any, quantities: Quantities, terms: Terms) -> _Output:
         return _Output(value, "constant")
     meta = op_of(value)
     if meta.is_number or meta.shape is None:
-        raise Unknown(value, "it is no tensor")
+        raise Unknown(value, "it is not a tensor")
     if follow.ragged(value):
         raise Unknown(value, "its shape depends on the contents of the batch")
     if follow.dims(value):
@@ -170,7 +170,7 @@ def _output(value: Any, quantities: Quantities, terms: Terms) -> _Output:
 
 
 def _written(output: _Output, joint: bool, emission: Emission) -> _Output:
-    """The output with its weights; with `joint`, the mean over replicas is the value for their batches together."""
+    """Return the output with its weights; with `joint`, the mean over replicas is the value for their batches together."""
     if output.form is not None and joint and output.law in ("sum", "mean"):
         return replace(output, value=emission.write(output.form, Scope.ALL), law="sum")
     if output.form is not None and output.law == "sum" and not is_plain_sum(output.form):
@@ -179,7 +179,7 @@ def _written(output: _Output, joint: bool, emission: Emission) -> _Output:
 
 
 def _copied(recording: Recording) -> tuple[Recording, dict[str, str]]:
-    """The recording over a copy of its graph, and the names of the given ops by those of the copy."""
+    """Return the recording with a copy of its graph, and the name of the given op for each op of the copy."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in recording.graph.nodes:

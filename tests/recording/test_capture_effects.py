@@ -154,7 +154,7 @@ def test_printing_is_noted(capsys):
             print("step")
 
     recording = record(Printing(), (torch.randn(3, 4),))
-    assert any(note.startswith("prints at test_capture_effects.py:") for note in recording.notes)
+    assert any(note.startswith("the model prints at test_capture_effects.py:") for note in recording.notes)
     capsys.readouterr()
     recording.module()(torch.randn(3, 4))
     assert capsys.readouterr().out == ""

@@ -368,7 +368,7 @@ def test_none_and_zeros_are_not_the_same_gradient():
     model, x = Model(), torch.randn(3, 2)
     recording = record(model, (x,))
     drop(recording, "detach")
-    with pytest.raises(CaptureError, match=r"gradient of unused.weight is there, and the model gives none"):
+    with pytest.raises(CaptureError, match=r"gradient of unused.weight is present, but the model gives none"):
         prove(recording, model, (x,))
 
 

@@ -107,7 +107,7 @@ def test_one_micro_batch_is_not_looked_at() -> None:
 
 def test_a_large_batch_is_looked_at_in_part() -> None:
     torch.manual_seed(0)
-    with pytest.warns(SamplesMeet, match="makes samples of a batch meet"):
+    with pytest.warns(SamplesMeet, match="combines samples of a batch"):
         Pipeline(NormOverRows(), (flat(200),), batch_dim=SAMPLES, stages=1, microbatches=4)
 
 

@@ -66,6 +66,6 @@ def test_a_flag_that_is_right_is_told_from_a_difference() -> None:
     kind, problems = together(run_ranks(2, _share, "meets", timeout=200.0))
     assert kind == "flagged"
     assert problems[0].startswith("gradients up to ") and ".weight)" in problems[0]
-    assert "makes samples of a batch meet" in problems[1] and os.path.basename(__file__) in problems[1]
+    assert "combines samples of a batch" in problems[1] and os.path.basename(__file__) in problems[1]
     kind, problems = together(run_ranks(2, _share, "draws", timeout=200.0))
     assert kind == "differs" and problems

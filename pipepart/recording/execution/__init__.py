@@ -1,4 +1,4 @@
 """Execution of recordings: runnable graphs, chunks, and the ops that must share a chunk.
 
-Knows recordings and torch.fx. Does not know how a recording was made, and knows no devices but those it is given.
+The package knows recordings, torch.fx, and the devices that a caller gives. It must not know how a recording was made.
 """

@@ -17,7 +17,7 @@ __all__ = ["colocated"]
 
 
 def colocated(recording: Recording) -> list[tuple[fx.Node, ...]]:
-    """Groups of ops that must share a chunk, in program order.
+    """Return the groups of ops that must share a chunk, in program order.
 
     - Ops that make or unpack a tuple or an object: only tensors and numbers cross cuts.
     - Ops that use the same memory, up to its last change in place: a chunk sends its values after it has finished.
@@ -97,7 +97,7 @@ def _join_state(recording: Recording, nodes: list[fx.Node], groups: UnionFind) -
 
 
 def _target(node: fx.Node) -> str:
-    """The path of the module that an intrinsic is applied to."""
+    """Return the path of the module that an intrinsic is applied to."""
     module: Any = node.args[0]
     return str(module.target)
 

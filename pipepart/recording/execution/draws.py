@@ -22,7 +22,7 @@ _generators: Sequence[torch.Generator] = ()
 
 
 def mix(one: int, other: int) -> int:
-    """A pseudo-random 64-bit number for each pair of numbers (the finaliser of SplitMix64)."""
+    """Return a pseudo-random 64-bit number for each pair of numbers (the finaliser of SplitMix64)."""
     word = (one + (other + 1) * 0x9E3779B97F4A7C15) & _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -30,12 +30,12 @@ def mix(one: int, other: int) -> int:
 
 
 def number_of(name: str) -> int:
-    """A number for a name, the same in every process."""
+    """Return a number for a name, the same in every process."""
     return crc32(name.encode())
 
 
 def set_key(key: int | None, generators: Sequence[torch.Generator] = ()) -> None:
-    """Seed these generators before each op by this key from now on; None ends the seeding."""
+    """From now on, seed these generators by this key before each op that draws; None ends the seeding."""
     global _key, _generators
     _key, _generators = key, generators
 

@@ -34,7 +34,7 @@ def executable(
     sizes: Mapping[fx.Node, tuple[fx.Node, int]] | None = None,
     depth: int | None = 0,
 ) -> RecordedGraph:
-    """A module of these nodes (by default all nodes) that maps values of `inputs` to values of `outputs`.
+    """Return a module of these nodes (by default all nodes) that maps values of `inputs` to values of `outputs`.
 
     With `device`, tensors that the model made on the device of the example are made there instead. `sizes` are numbers
     that are read from a dimension of an input. Regions of activation checkpointing below `depth` levels of nesting are
@@ -139,7 +139,7 @@ class _Writer:
             self._is(node, self.graph.call_function(operator.getitem, (made, i)))
 
     def finish(self) -> RecordedGraph:
-        """The graph with its outputs, as a module."""
+        """Return the graph with its outputs, as a module."""
         self._switch((True, (), ()))
         self.graph.output(tuple(self._value(out) if isinstance(out, fx.Node) else out for out in self.outputs))
         used = used_tensors(self.recording, self.nodes)
@@ -163,7 +163,7 @@ class _Writer:
         return self.new[node]
 
     def _attribute(self, path: str) -> str:
-        """The path of a parameter, buffer, flag, constant or module in the module that is made."""
+        """Return the path of a parameter, buffer, flag, constant or module in the module that is made."""
         root = self.recording.root
         if path in self.recording.constants:
             return self.names.add(path, self.recording.constants[path])
@@ -173,7 +173,7 @@ class _Writer:
         return f"{self.names.add(owner, resolve(root, owner))}.{name}"
 
     def _switch(self, wanted: tuple[bool, Any, Any]) -> None:
-        """Close the open region and open that of the next op, if it is another one."""
+        """Close the open region, and open the region of the next op, if the two differ."""
         if wanted == self.region:
             return
         for leave, state in reversed(self.opened):

@@ -1,8 +1,8 @@
 """Runnable graphs that read all parameters, buffers and flags from the user's own modules.
 
 Nothing is copied or registered: a runnable graph holds plain references to the leaf modules that it calls and to the
-modules whose parameters, buffers and ``training`` flags it reads. So it follows at once if a parameter is replaced (moved,
-materialised) and if ``root.eval()`` is called.
+modules whose parameters, buffers and ``training`` flags it reads. So a replaced parameter (moved, materialised) and a call
+of ``root.eval()`` take effect at once.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RecordedGraph(fx.GraphModule):
         return (item for item in named if item[0] in names)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The part of the root's state that this graph uses, under full names."""
+        """Return the part of the root's state that this graph uses, under full names."""
         return {name: value for name, value in self._root.state_dict().items() if name in self._used}
 
     def train(self, mode: bool = True) -> RecordedGraph:
@@ -143,7 +143,7 @@ class RecordedModule(nn.Module):
 def used_tensors(
     recording: Recording, nodes: Sequence[fx.Node], canonical: Mapping[int, str] | None = None
 ) -> list[str]:
-    """First full names of the parameters and buffers that these nodes use, in the order of the root."""
+    """Return the first full names of the parameters and buffers that these nodes use, in the order of the root."""
     root = recording.root
     canonical = canonical if canonical is not None else tensor_names(root)
     found: dict[str, None] = {}
@@ -171,7 +171,7 @@ def used_tensors(
 
 
 def resolve(root: nn.Module, path: str) -> Any:
-    """The attribute of the root with this dotted name."""
+    """Return the attribute of the root with this dotted name."""
     value: Any = root
     for part in path.split(".") if path else []:
         value = getattr(value, part)

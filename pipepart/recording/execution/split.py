@@ -61,7 +61,7 @@ def split(
     """Divide a recording: `chunk_of` gives the chunk of each op, by name or in program order (see `Recording.ops`).
 
     Values may only flow to the same or a later chunk. Cheap ops that depend only on the batch (masks, positions) are
-    computed by every chunk that uses them, whatever their own chunk. With `devices`, tensors that the model makes on the
+    computed by every chunk that uses them, whatever chunk `chunk_of` gives. With `devices`, tensors that the model makes on the
     device of the example are made on the device of their chunk.
     """
     owner = _owners(recording, chunk_of, chunks)
@@ -90,7 +90,7 @@ def split(
 
 
 def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], chunks: int) -> dict[fx.Node, int]:
-    """The chunk of every op, after a check that all ops have one, values flow forward and groups are not divided."""
+    """Return the chunk of every op, after a check that all ops have one, values flow forward and groups are not divided."""
     ops = recording.ops
     if not isinstance(chunk_of, Mapping):
         if len(chunk_of) != len(ops):
@@ -101,7 +101,7 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
         if node.op in ("placeholder", "output"):
             continue
         if node.name not in chunk_of:
-            raise CaptureError(f"split: op {node.name!r} ({where_is(node)}) has no chunk")
+            raise CaptureError(f"split: op {node.name!r} ({where_is(node)}) has no chunk; expected one for each op")
         chunk = chunk_of[node.name]
         if not 0 <= chunk < chunks:
             raise CaptureError(f"split: op {node.name!r} has chunk {chunk}; expected 0 to {chunks - 1}")
@@ -124,7 +124,7 @@ def _owners(recording: Recording, chunk_of: Mapping[str, int] | Sequence[int], c
 
 
 def _same_size(number: fx.Node, tensors: set[fx.Node]) -> tuple[fx.Node, int] | None:
-    """A dimension of one of these tensors that equals `number` in all recorded runs, and differs between runs."""
+    """Return a dimension of one of these tensors that equals `number` in all recorded runs, and differs between runs."""
     rows = op_of(number).rows
     if not rows or len(set(rows[0])) == 1:
         return None
@@ -232,7 +232,7 @@ class _Layout:
         return needed
 
     def edges(self) -> dict[fx.Node, Edge]:
-        """The edge of every value that a chunk imports."""
+        """Return the edge of every value that a chunk imports."""
         contributing = self._contributing()
         found: dict[fx.Node, Edge] = {}
         for group in self.imports:
@@ -269,7 +269,7 @@ class _Layout:
         return {out for out in self.outputs if isinstance(out, fx.Node)}
 
     def _contributing(self) -> set[fx.Node]:
-        """Nodes with a differentiable path to the loss, or to any result if there is no loss."""
+        """Return the nodes with a differentiable path to the loss, or to any result if there is no loss."""
         found: set[fx.Node] = set()
         todo = list(self._losses())
         while todo:

@@ -1,8 +1,8 @@
-"""Simplification of a recorded graph: sizes become functions of inputs, fixed numbers constants, unused reads are removed.
+"""Simplification of a recorded graph: sizes are read from inputs, fixed numbers become constants, unused reads are removed.
 
 Runs of one model at several example sizes give each number a row of values. A number with a constant row is a constant; a
-number with the row of an input dimension is the size of that input. Of Python's comparisons of numbers, only checks remain
-that can fail.
+number with the row of an input dimension is the size of that input. Of the checks on comparisons of numbers, only those
+remain that can fail.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def simplify(runs: Sequence[Recorder]) -> None:
 
 
 def _rows(runs: Sequence[Recorder]) -> dict[fx.Node, tuple[Any, ...]]:
-    """The row of each number of the first run. Rows of the dimensions of tensors are kept in its facts."""
+    """Return the row of each number of the first run. The rows of tensor dimensions are stored in the facts of that run."""
     found = {}
     for nodes in zip(*(run.graph.nodes for run in runs)):
         facts = [run.facts[node] for run, node in zip(runs, nodes) if node in run.facts]
@@ -50,7 +50,7 @@ def _rows(runs: Sequence[Recorder]) -> dict[fx.Node, tuple[Any, ...]]:
 
 
 def _input_rows(runs: Sequence[Recorder]) -> dict[tuple[int, ...], tuple[fx.Node, int]]:
-    """The input dimension of each row of sizes; of several, that of the smallest tensor."""
+    """Return the input dimension that has each row of sizes; if several have it, the one of the smallest tensor."""
     found: dict[tuple[int, ...], tuple[fx.Node, int]] = {}
     inputs = zip(*(run.graph.find_nodes(op="placeholder") for run in runs))
     order = sorted(inputs, key=lambda nodes: runs[0].facts[nodes[0]].output_bytes)

@@ -73,17 +73,17 @@ class Explanation:
     dimension: variants.Dimension
 
     def value(self, size: int) -> Any:
-        """The value of the constant at this size."""
+        """Return the value of the constant at this size."""
         return FORMULAS[self.formula].apply(self.constant, size)
 
     def holds(self, size: int, value: Any) -> bool:
-        """Whether `value` is the value of the formula at this size."""
+        """Return whether `value` is the value of the formula at this size."""
         expected = self.value(size)
         return type(expected) is type(value) and math.isclose(expected, value, rel_tol=1e-9)
 
 
 def _explanations(dimension: variants.Dimension, value: Any, size: int, other: Any) -> list[Explanation]:
-    """The formulas by which a constant is `value` in the example and `other` at `size`, the simplest first."""
+    """Return the formulas by which a constant is `value` in the example and `other` at `size`, the simplest first."""
     found = []
     for name, formula in FORMULAS.items():
         constant = formula.solve(value, dimension.size)
@@ -152,7 +152,7 @@ class Study:
                 self.proved.append(dim)
                 self.sizes[dim.places] = size, ""
                 return True
-            reason = f"at sizes {dim.size} and {size}: {mismatch.text}"
+            reason = f"differs between sizes {dim.size} and {size}: {mismatch.text}"
             if mismatch.constant and not self.settings.warm:  # the first run may have set something up
                 self.settings.warm = True
                 raise Retry
@@ -163,7 +163,7 @@ class Study:
         return False
 
     def examples(self, others: Sequence[list[Any]]) -> None:
-        """Record on other batches; dimensions are free that have other sizes there while the graph is the same.
+        """Record on other batches. A dimension that has another size there is free if the graph is the same.
 
         This is for batches that are split as containers: rows of their leaves cannot be left out, since other leaves
         refer to them.
@@ -190,11 +190,11 @@ class Study:
                     self.runs.append(run)
                     self.proved += dims
                     continue
-                reason = f"on two batches: {mismatch.text if mismatch is not None else numbers[0].text}"
+                reason = f"differs between two batches: {mismatch.text if mismatch is not None else numbers[0].text}"
             self.reasons.update(dict.fromkeys(dims, reason))
 
     def ignored_strings(self) -> set[int]:
-        """Inputs that are texts (names of samples) without influence: other texts give the same graph."""
+        """Return the inputs that are texts (names of samples) without influence: other texts give the same graph."""
         texts = {i for i, leaf in enumerate(self.leaves) if _is_text(leaf)}
         if self.call.step is None:  # an argument may be the name of a mode; texts in a container belong to its samples
             pieces = self.call.batching is not None and self.call.batching.in_pieces
@@ -210,7 +210,7 @@ class Study:
         return set() if mismatch is not None or numbers else texts
 
     def notes(self) -> list[str]:
-        """Notes on dimensions that are fixed, with the reasons."""
+        """Return notes on dimensions that are fixed, with the reasons."""
         free = {place for dim in self.proved for place in dim.places}
         return [
             f"{'batch size' if dim.is_batch else f'dimension of size {dim.size}'}: fixed; the model {reason}"
@@ -234,7 +234,7 @@ class Study:
     def _explain(
         self, dim: variants.Dimension, size: int, numbers: list[variants.Difference]
     ) -> variants.Mismatch | None:
-        """Find formulas for numbers that changed with `dim`, and try them at a third size."""
+        """Find formulas for the numbers that changed with `dim`, and test them at a third size."""
         first = numbers[0]
         failure = variants.Mismatch(first.module, first.text)
         formulas = {(n.node, n.position): _explanations(dim, n.value, size, n.other) for n in numbers}
@@ -262,7 +262,7 @@ class Study:
         if keep_whole(self.call.root, module, self.settings, reason):
             raise Retry
         raise CaptureError(
-            f"{self.call.what} depends on the batch size in a way that cannot be recorded.\n  {reason}\n"
+            f"{self.call.what} depends on the batch size in a way that cannot be recorded.\n  because: the model {reason}\n"
             "  do: compute sizes from tensors (x.shape[0], not Python copies of it) or put this part into a "
             "submodule of its own, which is then kept whole"
         )
@@ -281,5 +281,5 @@ def _other_text(leaf: Any) -> Any:
 
 
 def _structures_differ(a: Run, b: Run) -> bool:
-    """Whether the results or the extra outputs of two runs have different structures."""
+    """Return whether the results or the extra outputs of two runs have different structures."""
     return a.output_tree != b.output_tree or [e.name for e in a.extras] != [e.name for e in b.extras]

@@ -29,7 +29,7 @@ class Dimension:
     is_batch: bool
 
     def candidates(self, elements: int = 0) -> list[int]:
-        """Other sizes to try, the most informative and cheapest first; never 1, which broadcasts.
+        """Return other sizes to try, the most informative and cheapest first; never 1, which broadcasts.
 
         In a large example (many `elements`), dimensions other than the batch are not made larger.
         """
@@ -68,7 +68,7 @@ Known = dict[tuple[int, int], Callable[[Recorder, Any], bool]]
 
 
 def dimensions(leaves: Sequence[Any], batched: Collection[int] | None = None) -> list[Dimension]:
-    """The batch dimension, then the others.
+    """Return the batch dimension first, then the other dimensions of the example.
 
     The batch dimension is dimension 0 of the leaves `batched`, by default of those with the most frequent size. Other
     dimensions of one size and position (the lengths of ids and labels) change together.
@@ -96,7 +96,7 @@ def dimensions(leaves: Sequence[Any], batched: Collection[int] | None = None) ->
 
 
 def together(dims: Sequence[Dimension]) -> list[Dimension]:
-    """Dimensions of one size joined, for models that need them equal (square images, masks of length by length)."""
+    """Join dimensions of one size, for models that need equal sizes (square images, masks of length by length)."""
     groups: dict[int, list[Dimension]] = {}
     for dim in dims:
         groups.setdefault(dim.size, []).append(dim)
@@ -108,7 +108,7 @@ def together(dims: Sequence[Dimension]) -> list[Dimension]:
 
 
 def resize(leaves: Sequence[Any], dimension: Dimension, size: int) -> list[Any]:
-    """The example at another size. Rows are left out or repeated, so that the contents stay valid."""
+    """Return the example at another size. Rows are left out or repeated, so that the contents stay valid."""
     out = list(leaves)
     for i, dim in dimension.places:
         leaf = out[i]
@@ -121,7 +121,7 @@ def resize(leaves: Sequence[Any], dimension: Dimension, size: int) -> list[Any]:
 
 
 def compare(base: Recorder, other: Recorder, known: Known) -> tuple[Mismatch | None, list[Difference]]:
-    """The first difference of two recordings that cannot be explained, and the numbers that differ before it.
+    """Return the first difference of two recordings that cannot be explained, and the numbers that differ before it.
 
     Sizes that are nodes may differ; `known` holds the numbers that are known to follow a size.
     """
@@ -164,7 +164,7 @@ def _reads(run: Recorder, node: fx.Node) -> bool:
 
 
 def _leaves_of(node: fx.Node) -> list[Any]:
-    """The arguments of a node without their containers, always in the same order."""
+    """Return the arguments of a node without their containers, always in the same order."""
     found: list[Any] = []
     fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda leaf: found.append(leaf))
     return found
@@ -181,7 +181,7 @@ def _same_constant(a: Any, b: Any) -> bool:
 
 
 def size_in(run: Recorder, dimension: Dimension) -> int:
-    """The size of a dimension in a run."""
+    """Return the size of a dimension in a run."""
     leaf, dim = dimension.places[0]
     shape = run.facts[run.graph.find_nodes(op="placeholder")[leaf]].shape
     assert shape is not None

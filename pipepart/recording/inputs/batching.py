@@ -40,16 +40,16 @@ class Batching:
 
     @property
     def other_dim(self) -> int:
-        """The dimension of the samples in results: the most frequent one of leaves other than 0; 0 if there is none."""
+        """The dimension of the samples in results: the most frequent non-zero dimension of the leaves; 0 if there is none."""
         others = Counter(dim for dim in self.dims if dim)
         return others.most_common(1)[0][0] if others else 0
 
     def first(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves with their samples along dimension 0."""
+        """Return the leaves with their samples along dimension 0."""
         return [leaf.movedim(dim, 0) if dim else leaf for leaf, dim in zip(leaves, self._all(leaves))]
 
     def back(self, leaves: Sequence[Any]) -> list[Any]:
-        """The opposite of `first`."""
+        """Return the leaves with their samples along their own dimensions again: the opposite of `first`."""
         return [leaf.movedim(0, dim) if dim else leaf for leaf, dim in zip(leaves, self._all(leaves))]
 
     def _all(self, leaves: Sequence[Any]) -> list[int | None]:
@@ -67,19 +67,19 @@ def check_batch_dim(batch_dim: Any) -> None:
     ):
         raise ConfigError(
             f"batch_dim={shortened(batch_dim)}: expected the dimension of the samples (0, 1, ...), or a mapping from the paths "
-            "of leaves to theirs, such as {'x': 1, 'class_weights': None}"
+            "of leaves to dimensions, such as {'x': 1, 'class_weights': None}"
         )
 
 
 def leaf_name(path: str) -> str:
-    """The path ``batch['x'][0]`` as the key ``x.0`` of a mapping."""
+    """Return the path ``batch['x'][0]`` as the key ``x.0`` of a mapping."""
     keys = re.findall(r"\[((?:'(?:[^'\\]|\\.)*'|\"[^\"]*\"|[^\]])*)\]", path)
     head = path.partition("[")[0]
     return ".".join([*([head] if head and head != "batch" else []), *(key.strip("'\"") for key in keys)])
 
 
 def batching_of(leaves: Sequence[Any], paths: Sequence[str], batch_dim: BatchDim = 0) -> Batching:
-    """The leaves that are split, with their dimensions.
+    """Return the leaves that are split, with their dimensions.
 
     The number of samples is the most frequent size along these dimensions, the first one if several are equally frequent.
     A leaf of another size goes whole to every micro-batch; all leaves that the mapping names must have the same size.
@@ -109,14 +109,16 @@ def batching_of(leaves: Sequence[Any], paths: Sequence[str], batch_dim: BatchDim
     named = {i: size for i, size in sizes.items() if names[i] in given}
     if len(set(named.values())) > 1:
         shown = ", ".join(f"{paths[i]} has {size} along dimension {wanted[i]}" for i, size in named.items())
-        raise PlanError(f"batch_dim: the leaves that it names disagree on the number of samples: {shown}")
+        raise PlanError(
+            f"batch_dim: the leaves that it names disagree on the number of samples: {shown}; expected equal sizes"
+        )
     samples = Counter((named or sizes).values()).most_common(1)[0][0]
     dims = [dim if i in sizes and sizes[i] == samples else None for i, dim in enumerate(wanted)]
     return Batching(tuple(dims), samples)
 
 
 def first_in_result(result: Any, values: Sequence[Any], batching: Batching | None, moved: list[int]) -> Any:
-    """The result with its samples along dimension 0, if the batch has them along another dimension.
+    """Return the result with its samples along dimension 0, if the batch has them along another dimension.
 
     `moved` gets the former dimension of each leaf, 0 for leaves that are not moved.
     """

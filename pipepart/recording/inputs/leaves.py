@@ -17,7 +17,7 @@ __all__ = ["describe_leaf", "named", "short_path"]
 
 
 def describe_leaf(leaf: Any, path: str, numbers: bool) -> Input:
-    """The `Input` of one leaf. With `numbers`, Python numbers may change from call to call."""
+    """Return the `Input` of one leaf. With `numbers`, Python numbers may change from call to call."""
     name = "".join(c if c.isalnum() and c.isascii() else "_" for c in path).strip("_") or "x"
     name = name if not name[0].isdigit() else f"x_{name}"
     if isinstance(leaf, torch.Tensor):
@@ -28,13 +28,13 @@ def describe_leaf(leaf: Any, path: str, numbers: bool) -> Input:
 
 
 def named(inputs: Sequence[Input]) -> tuple[Input, ...]:
-    """The inputs with the names of their nodes, which are unique and differ from Python builtins such as `input`."""
+    """Return the inputs with the names of their nodes, which are unique and differ from Python builtins such as `input`."""
     graph = fx.Graph()
     return tuple(dataclasses.replace(spec, name=graph.placeholder(spec.name).name) for spec in inputs)
 
 
 def short_path(target: Any, path: str) -> str:
-    """The path ``[0][1]['x']`` in (args, kwargs), beginning with the name of the parameter."""
+    """Return the path ``[0][1]['x']`` in (args, kwargs), beginning with the name of the parameter."""
     head, _, rest = path[1:].partition("]")
     key, _, tail = rest[1:].partition("]")
     if head == "1":

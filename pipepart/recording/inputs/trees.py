@@ -1,6 +1,6 @@
 """Nested arguments and results as flat lists of leaves, with a readable path for each leaf.
 
-All rooms use this tree for batches and results: they are split, moved, shared and merged leaf by leaf. Torch's pytree is
+All packages use this tree for batches and results, which are split, moved, shared and merged leaf by leaf. Torch's pytree is
 used only for the arguments of torch's own functions. Both agree on containers that are registered with torch; a list of
 texts is one leaf here, and dataclasses, batches of graphs and other containers of libraries are opened.
 
@@ -73,7 +73,7 @@ LEAF = Tree(None)
 
 
 def flatten(value: Any) -> tuple[list[Any], Tree]:
-    """The leaves of `value` from left to right, and its structure."""
+    """Return the leaves of `value` from left to right, and its structure."""
     leaves: list[Any] = []
 
     def walk(item: Any) -> Tree:
@@ -87,7 +87,7 @@ def flatten(value: Any) -> tuple[list[Any], Tree]:
 
 
 def unflatten(leaves: Sequence[Any], tree: Tree, recorded: bool = False) -> Any:
-    """The value of structure `tree` with these leaves. Its containers are new and may be changed.
+    """Return the value of structure `tree` with these leaves. Its containers are new and may be changed.
 
     With `recorded`, the leaves belong to a run that is recorded, perhaps with another batch than that of the tree.
     """
@@ -103,23 +103,23 @@ def unflatten(leaves: Sequence[Any], tree: Tree, recorded: bool = False) -> Any:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """The leaves of `value` from left to right."""
+    """Return the leaves of `value` from left to right."""
     return flatten(value)[0]
 
 
 def map_structure(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same structure with `function` applied to each leaf."""
+    """Return the same structure with `function` applied to each leaf."""
     leaves, tree = flatten(value)
     return unflatten([function(leaf) for leaf in leaves], tree)
 
 
 def moved(value: Any, device: Any) -> Any:
-    """The same structure with all tensors on a device."""
+    """Return the same structure with all tensors on a device."""
     return map_structure(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def leaf_paths(tree: Tree, prefix: str = "") -> Iterator[str]:
-    """One readable path per leaf, such as ``batch['x'][0]``."""
+    """Yield one readable path per leaf, such as ``batch['x'][0]``."""
     if tree.type is None:
         yield prefix
         return
@@ -141,12 +141,12 @@ class Opened:
 
 
 def library_of(value: Any, package: str, name: str) -> bool:
-    """Whether `value` is of a class of a library that may not be installed."""
+    """Return whether `value` is of a class of a library that may not be installed."""
     return any(kind.__name__ == name and kind.__module__.partition(".")[0] == package for kind in type(value).__mro__)
 
 
 def opened(value: Any) -> Opened | None:
-    """The contents of a container; None for a leaf."""
+    """Return the contents of a container; None for a leaf."""
     kind = type(value)
     if isinstance(value, torch.Tensor) or kind in (int, float, str, bool, type(None)):
         return None
@@ -245,7 +245,7 @@ def _attributes(shell: _Shell, keys: tuple[str, ...], children: list[Any]) -> An
 
 
 def _tensordict(kind: Any, keys: tuple[str, ...], dims: int, children: list[Any]) -> Any:
-    """A TensorDict with the batch size of its contents, which may be a part of those that were opened."""
+    """Return a TensorDict with the batch size of its contents, which may be a part of the opened contents."""
     first = next((item for item in children if hasattr(item, "shape")), None)
     made = kind({}, batch_size=[] if first is None else list(first.shape[:dims]))
     for key, item in zip(keys, children):
@@ -254,7 +254,7 @@ def _tensordict(kind: Any, keys: tuple[str, ...], dims: int, children: list[Any]
 
 
 def _graph(value: Any) -> Opened:
-    """A graph or a batch of graphs of torch_geometric, which keeps its contents in stores."""
+    """Open a graph or a batch of graphs of torch_geometric, which keeps its contents in stores."""
     names, keys, children = [], [], []
     shell = copy.copy(value)
     several = len(list(value.stores)) > 1
@@ -268,7 +268,7 @@ def _graph(value: Any) -> Opened:
 
 
 def _filled_graph(shell: Any, names: list[tuple[int, str]], children: list[Any]) -> Any:
-    """A copy of an empty graph with these contents; `names` has the number of the store and the name for each child."""
+    """Return a copy of an empty graph with these contents; `names` has the number of the store and the name for each child."""
     made = copy.copy(shell)
     stores = list(made.stores)
     for (store, name), child in zip(names, children):
@@ -284,8 +284,8 @@ class _NotKept(dict):
 
     def _refuse(self, *args: Any) -> Any:
         raise CaptureError(
-            "the model takes its batch of graphs apart (to_data_list, batch[i]): a recording would keep where the graphs "
-            "of its example begin and end.\n  do: work on the whole batch (x, edge_index, batch), or use the graphs as "
+            "the model takes its batch of graphs apart (to_data_list, batch[i]): a recording would keep the boundaries of "
+            "the graphs of its example.\n  do: work on the whole batch (x, edge_index, batch), or use the graphs as "
             "they come from the loader"
         )
 
@@ -293,7 +293,7 @@ class _NotKept(dict):
 
 
 def in_one_piece(value: Any) -> Any:
-    """A batch of graphs that can be used as a whole but not taken apart; any other value as it is."""
+    """Return a batch of graphs that can be used as a whole but not taken apart; any other value as it is."""
     if library_of(value, "torch_geometric", "Batch") and hasattr(value, "_slice_dict"):
         value._slice_dict = value._inc_dict = _NotKept()
     return value

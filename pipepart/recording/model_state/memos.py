@@ -49,7 +49,7 @@ def emptied(tables: Sequence[Any]) -> Iterator[None]:
 
 
 def suspects(modules: Sequence[tuple[str, nn.Module]]) -> list[Any]:
-    """Dictionaries with numbers in all keys: the model may have filled them by size before it was recorded.
+    """Return the dictionaries with numbers in all keys: the model may have filled them by size before it was recorded.
 
     If it did, a run with empty dictionaries fills them again.
     """
@@ -62,7 +62,7 @@ def _has_number(key: Any) -> bool:
 
 
 def _dictionaries(before: Snapshot, around: Effects) -> list[tuple[str, Any, Any]]:
-    """Module path, dictionary, and a copy of the dictionary before the run."""
+    """Return all dictionaries: module path, dictionary, and a copy of the dictionary before the run."""
     inside: list[tuple[str, Any, Any]] = [
         (known.path, vars(known.module).get(name), copy)
         for known in before.modules
@@ -77,8 +77,8 @@ def filled(
 ) -> None:
     """Raise `Remembers` for dictionaries that the run has filled by size, unless they are among `tables`.
 
-    The new values must be functions of sizes, so that they can be computed again at every step. Of the dictionaries that
-    are `suspected`, only those count that the run has filled.
+    The new values must be functions of sizes, so that they can be computed again at every step. A dictionary that
+    is `suspected` counts only if the run has filled it.
     """
     known, found = {id(table) for table in tables}, []
     for path, table, copy in _dictionaries(before, around):
@@ -102,12 +102,12 @@ def filled(
 
 
 def _is_result(value: Any) -> bool:
-    """Whether a remembered value was computed with tensors or sizes; a plain number may be a counter."""
+    """Return whether a remembered value was computed with tensors or sizes; a plain number may be a counter."""
     return bool(tensors_in(value)) or has_tracked(value)
 
 
 def _depends(recorder: Recorder, value: Any) -> str:
-    """The reason why a remembered value is not a function of sizes; empty if it is one."""
+    """Return the reason why a remembered value is not a function of sizes; empty if it is one."""
     if is_tracked(value) and value.from_data:
         return "a number that was read from a tensor"
     todo = [recorder.values[id(tensor)] for tensor in tensors_in(value) if id(tensor) in recorder.values]

@@ -48,7 +48,7 @@ _PLAIN: tuple[type, ...] = (*_NUMBERS, bytes, enum.Enum, torch.dtype, torch.devi
 
 
 def is_plain_value(value: Any) -> bool:
-    """Whether a value is a number, a text, a flag, None, a dtype, a member of an enum, or a tuple of such values."""
+    """Return whether a value is a number, a text, a flag, None, a dtype, a member of an enum, or a tuple of such values."""
     if type(value) in _FAST:
         return True
     if isinstance(value, (tuple, frozenset)):
@@ -57,12 +57,12 @@ def is_plain_value(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a graph can compute with a value as one of its inputs."""
+    """Return whether a graph can compute with a value as one of its inputs."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, enum.Enum))
 
 
 def number_of(value: Any) -> int | float:
-    """A number, perhaps of numpy, as a number of Python."""
+    """Return a number, perhaps of numpy, as a number of Python."""
     return int(value) if isinstance(value, (int, np.integer)) else float(value)
 
 
@@ -73,7 +73,7 @@ CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counte
 
 
 def copy_of(container: Any) -> Any:
-    """A copy of a container, to compare it with later."""
+    """Return a copy of a container, to compare it with later."""
     if isinstance(container, deque):
         return deque(container, container.maxlen)
     return dict(container) if isinstance(container, Mapping) else type(container)(container)
@@ -86,7 +86,7 @@ def refill(container: Any, items: Any) -> None:
 
 
 def same_items(a: Any, b: Any) -> bool:
-    """Whether two containers of one type hold the same objects; numbers and texts are compared by value."""
+    """Return whether two containers of one type hold the same objects; numbers and texts are compared by value."""
     if len(a) != len(b):
         return False
     if isinstance(a, dict):
@@ -110,7 +110,7 @@ class Owner(Protocol):
 
 
 class Cell:
-    """The variable of an enclosing function, under any key."""
+    """The variable of an enclosing function; the key is not used."""
 
     def __init__(self, cell: Any) -> None:
         self.cell = cell
@@ -162,11 +162,11 @@ class Place:
     steps: tuple[Step, ...] = ()
 
     def inside(self, text: str, *steps: Step) -> Place:
-        """A place some steps further."""
+        """Return the place that some steps from here lead to."""
         return Place(text, self.owner, self.key, (*self.steps, *steps))
 
     def read(self) -> Any:
-        """The value that is there now; `MISSING` if there is none."""
+        """Return the value that is in the place now; `MISSING` if there is none."""
         value = self.owner.get(self.key, MISSING)
         for step in self.steps:
             if value is MISSING:
@@ -175,7 +175,7 @@ class Place:
         return value
 
     def write(self, value: Any) -> bool:
-        """Put a value there; False if the place can only be read, such as a property."""
+        """Put a value into the place, and return True; False if the place can only be read, such as a property."""
         if not self.steps:
             parent, kind, key = self.owner, "item", self.key
         else:
@@ -205,7 +205,7 @@ def _take(value: Any, step: Step) -> Any:
 
 
 def keys_of(value: Any) -> Any:
-    """The keys or the length of a container, to see whether it has the same places as before."""
+    """Return the keys or the length of a container, to see whether it has the same places as before."""
     if isinstance(value, Mapping):
         return tuple(value)
     return frozenset(value) if isinstance(value, (set, frozenset)) else len(value)
@@ -273,7 +273,7 @@ class Guards:
         return len(self.entries)
 
     def changes(self, first: bool = False) -> list[Change]:
-        """The places with another value now; with `first`, only the first of them."""
+        """Return the places with another value now; with `first`, only the first of them."""
         return list(islice(self._changed(), 1 if first else None))
 
     def _changed(self) -> Iterator[Change]:
@@ -287,18 +287,18 @@ class Guards:
                 yield Change(place, expected, now)
 
     def without(self, dropped: Callable[[Place], bool]) -> Guards:
-        """The guards except those of some places."""
+        """Return the guards except those of some places."""
         return Guards(tuple(entry for entry in self.entries if not dropped(entry[0])))
 
     def values(self) -> dict[str, str]:
-        """The plain expected values as text, by the name of the place, to compare between processes."""
+        """Return the plain expected values as text, by the name of the place, to compare between processes."""
         return {place.text: repr(value) for place, value in self.entries if is_plain_value(value)}
 
 
 def _holds(now: Any, expected: Any) -> bool:
     kind = type(expected)
     if kind is Typed:
-        original = getattr(type(now), "_pipepart_original", None)  # of a class that is watched: the class of the user
+        original = getattr(type(now), "_pipepart_original", None)  # a watched class refers to the class of the user
         return expected.kind in (type(now), original)
     if kind is Same:
         return now is expected.value

@@ -38,27 +38,27 @@ _LIBRARIES = frozenset(
      "numpy", "torchgen", "sympy"}
 )  # fmt: skip
 _MOST = 3000
-"""Number of functions that are read at most; no known model reaches more of its own."""
+"""Largest number of functions whose code is read; no known model has more functions of its own."""
 
 
 def is_library(module_name: str | None) -> bool:
-    """Whether code of this module belongs to torch or to another library that keeps no state of the user."""
+    """Return whether code of this module belongs to torch or to another library that keeps no state of the user."""
     return (module_name or "").partition(".")[0] in _LIBRARIES
 
 
 def is_foreign(module_name: str | None) -> bool:
-    """Whether code of this module belongs to such a library or to Python itself."""
+    """Return whether code of this module belongs to one of the libraries of `is_library`, or to Python itself."""
     package = (module_name or "").partition(".")[0]
     return package in _LIBRARIES or (package in sys.stdlib_module_names and package != "__main__")
 
 
 def user_classes(kind: type) -> list[type]:
-    """A class and its bases, without those of libraries and of Python."""
+    """Return a class and its bases, without those of libraries and of Python."""
     return [base for base in kind.__mro__ if not is_foreign(base.__module__)]
 
 
 def functions_of(kind: type) -> list[Any]:
-    """The functions that the user wrote in a class: methods, getters of properties, static and class methods."""
+    """Return the functions that the user wrote in a class: methods, getters of properties, static and class methods."""
     if kind not in _functions:
         members = (_bare(member) for base in user_classes(kind) for member in vars(base).values())
         _functions[kind] = [member for member in members if isinstance(member, types.FunctionType)]
@@ -72,7 +72,7 @@ def _bare(member: Any) -> Any:
 
 
 _functions: WeakKeyDictionary[type, list[Any]] = WeakKeyDictionary()
-"""Weak: classes that are made for one recording hold on to the module that was recorded."""
+"""The keys are weak, because classes that are made for one recording refer to the recorded module."""
 
 
 class _Uses:
@@ -112,7 +112,7 @@ _known: WeakKeyDictionary[types.CodeType, _Uses] = WeakKeyDictionary()
 
 
 def variables(entries: Iterable[Any], modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
-    """The variables outside of modules that the code can use; `entries` are the functions that the call begins with."""
+    """Return the variables outside of modules that the code can use; `entries` are the functions that the call begins with."""
     search = _Search()
     classes: set[type] = set()
     for path, module in modules:

@@ -1,7 +1,8 @@
 """Plain Python values that a recorded run reads: attributes of modules and of their objects, the trainer, variables.
 
-Attribute reads are intercepted during the run, so of a configuration with hundreds of values only those count that are
-read. Containers count with all their items. Numbers that are inputs of the graph are put into their places.
+Attribute reads are intercepted during the run, so that only the values that are read become guards, not all values of a
+large configuration. All items of a container that is read count. Numbers that are inputs of the graph are put into their
+places.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = ["Reads", "active"]
 _LIMIT = 64
 """Number of items above which a container is compared as a whole."""
 _TOO_LARGE = 4096
-"""Number of items above which changes inside of a container are not noticed."""
+"""Number of items above which changes inside a container are not noticed."""
 _NAMESPACES = (types.SimpleNamespace, Namespace)
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial)
 _MATH = (
@@ -53,7 +54,7 @@ _running: list[Reads] = []
 
 
 def active() -> Reads | None:
-    """The reads of the run that is being recorded; None if there is none."""
+    """Return the reads of the run that is being recorded; None if there is none."""
     return _running[-1] if _running else None
 
 
@@ -82,7 +83,7 @@ class Reads:
         self.notes: list[str] = []
 
     def guards(self) -> Guards:
-        """The places that the run has read, except those of numbers that are inputs of the graph."""
+        """Return the places that the run has read, except those of numbers that are inputs of the graph."""
         return Guards(tuple(self._entries.values()))
 
     def _expect(self, place: Place, value: Any) -> None:
@@ -130,7 +131,7 @@ class Reads:
             if name in OWN_NAMES or name[:2] == "__" or (id(module), name) in done:
                 return value
             if not watching():
-                return symbols.plain(value)  # inside of a module that is one op
+                return symbols.plain(value)  # inside a module that is one op
             if type(value) is not symbols.StepNumber:
                 self._of_module(module, name, value)
             return value
@@ -175,7 +176,7 @@ class Reads:
     # ---- the trainer
 
     def of_trainer(self, trainer: Any, name: str) -> Any:
-        """An attribute of the trainer that the step reads."""
+        """Return an attribute of the trainer that the step reads."""
         value = self._quietly(getattr, trainer, name)
         text = f"trainer.{name}"
         if text in self._inputs:
@@ -219,7 +220,7 @@ class Reads:
             value = value.pipepart_items()
         self._expect(place, Typed(original))
         if len(value) > _TOO_LARGE or depth > 4:
-            self.notes.append(f"{place.text}: a container of {len(value)} items; changes inside of it are not noticed")
+            self.notes.append(f"{place.text}: a container of {len(value)} items; changes inside it are not noticed")
         elif isinstance(value, (set, frozenset)) or len(value) > _LIMIT or _has_no_numbers(value):
             self._expect(place.inside(f"{place.text}, all"), Contents(copy_of(value)))
         else:
@@ -227,7 +228,7 @@ class Reads:
             self._items(place, "item", _items_of(value), depth, lightning)
 
     def _configuration(self, place: Place, value: Any, depth: int) -> None:
-        """A configuration of OmegaConf, which keeps each value in a node of its own."""
+        """Note a configuration of OmegaConf, which keeps each value in a node of its own."""
         content, inside = vars(value)["_content"], ("vars", "_content")
         if not isinstance(content, (dict, list)):
             self._note(place.inside(place.text, inside), content, depth)
@@ -245,7 +246,7 @@ class Reads:
             self._note(place.inside(text, (kind, key)), value, depth + 1, lightning)
 
     def _object(self, place: Place, value: Any, lightning: bool) -> None:
-        """An object of a Python class: the attributes count that are read."""
+        """Note an object of a Python class; of its attributes, those that are read count."""
         if id(value) in self._known:
             return
         kind = type(value)
@@ -291,7 +292,7 @@ class Reads:
             base = next((base for base in type(thing).__mro__ if name in base.__dict__), None)
             found = base.__dict__[name] if base is not None else MISSING
             if isinstance(found, property) and not lightning:
-                return value  # the attributes count that the property reads
+                return value  # the attributes that the property reads count instead
             if isinstance(value, _CALLABLE):
                 return value
         self._note(place.inside(text, step), value, lightning=lightning)
@@ -299,12 +300,12 @@ class Reads:
 
 
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Keys and values of a dictionary or a sequence; methods of subclasses are not called."""
+    """Return the keys and values of a dictionary or a sequence; methods of subclasses are not called."""
     return dict.items(value) if isinstance(value, dict) else enumerate(tuple(value))
 
 
 def _has_no_numbers(value: Any) -> bool:
-    """Whether a container holds only texts, flags and functions: none of its items can become an input."""
+    """Return whether a container holds only texts, flags and functions: none of its items can become an input."""
     items = [item for _, item in _items_of(value)]
     return bool(items) and all(
         isinstance(item, _CALLABLE) or (is_plain_value(item) and not is_number(item)) for item in items
@@ -313,7 +314,7 @@ def _has_no_numbers(value: Any) -> bool:
 
 @contextmanager
 def _math_on_numbers() -> Iterator[None]:
-    """Functions of `math` accept tracked numbers inside, and their results are tracked too."""
+    """Let functions of `math` accept tracked numbers inside the context; their results are tracked, too."""
     originals = {name: getattr(math, name) for name in _MATH}
 
     def tracking(function: Any) -> Any:

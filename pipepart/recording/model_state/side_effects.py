@@ -1,7 +1,8 @@
 """Changes of Python state outside of the attributes of modules: a recorded call would not make them.
 
-Variables of enclosing functions and of files that the methods and hooks of the modules use are compared, and attributes
-of plain objects that modules hold. Changes by hooks of leaf modules are allowed: leaf modules are really called.
+Two kinds of values are compared before and after a call: variables of enclosing functions and of files that the methods
+and hooks of the modules use, and attributes of plain objects that modules hold. Changes by hooks of leaf modules are
+allowed: a recorded call really calls leaf modules.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Variable:
     copy: Any
 
     def change(self) -> str | None:
-        """The change in words; None if the variable is as before."""
+        """Return the change in words; None if the variable is as before."""
         now = self.place.owner.get(self.place.key)
         if now is not self.value:
             plain = isinstance(now, _NUMBERS) and isinstance(self.value, _NUMBERS)
@@ -61,7 +62,7 @@ class Effects:
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], is_whole: Callable[[nn.Module, str], bool]):
         self.variables: list[_Variable] = []
         self._seen: set[int] = set()
-        inside = "."  # the last module that is whole: its submodules follow at once
+        inside = "."  # path of the last module that is whole; its submodules come directly after it
         for path, module in modules:
             if path.startswith(inside):
                 continue
@@ -79,7 +80,7 @@ class Effects:
                     self._object(path, f"attribute {name!r}", value)
 
     def changes(self) -> Iterator[tuple[str, str]]:
-        """Module path and description of each variable that has changed."""
+        """Yield the module path and a description of each variable that has changed."""
         for variable in self.variables:
             change = variable.change()
             if change is not None:

@@ -50,7 +50,7 @@ class Names:
 
 
 def names_of(root: nn.Module) -> Names:
-    """The names of all modules and tensors that a recorded run of `root` may use."""
+    """Return the names of all modules and tensors that a recorded run of `root` may use."""
     listed, tensors = list(root.named_modules()), tensor_names(root)
     kept: list[torch.Tensor] = [*root.parameters(), *root.buffers()]
     for path, module in listed:
@@ -62,7 +62,7 @@ def names_of(root: nn.Module) -> Names:
 
 
 def tensor_names(root: nn.Module) -> dict[int, str]:
-    """The first name of each parameter and buffer of the root, by identity, in order."""
+    """Return the first name of each parameter and buffer of the root, by identity, in order."""
     names: dict[int, str] = {}
     for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
         names.setdefault(id(tensor), name)
@@ -87,9 +87,9 @@ def refuse_wrapped(root: nn.Module) -> None:
         home, name = type(module).__module__, type(module).__name__
         reason = ""
         if home.startswith(("torch.nn.parallel", "torch.distributed")) and "._checkpoint." not in home:
-            reason = "wraps its module for distributed training; capture the module inside"
+            reason = "wraps its module for distributed training; capture the module inside it"
         elif any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-            reason = "is lazy and has no parameters yet; run the model once before"
+            reason = "is lazy and has no parameters yet; run the model once before it is recorded"
         if reason:
             raise CaptureError(f"module {path!r} ({name}) {reason}")
 
@@ -145,7 +145,7 @@ class Snapshot:
         ]
 
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
-        """Module path, module, attribute, value before and value now of each attribute that has changed."""
+        """Yield module path, module, attribute, value before and value now of each attribute that has changed."""
         for known in self.modules:
             before: dict[str, Any] = {**known.attributes, **known.registries.get("_buffers", {})}
             now: dict[str, Any] = {**vars(known.module), **_registries(known.module).get("_buffers", {})}
@@ -160,7 +160,7 @@ class Snapshot:
                     yield known.path, known.module, name, _Items(f"{was} items"), _Items(after)
 
     def hook_changes(self) -> Iterator[tuple[str, str]]:
-        """Module path and registry of hooks that were added or removed."""
+        """Yield the module path and the registry of hooks that were added or removed."""
         for known in self.modules:
             now = _registries(known.module)
             for name in _HOOKS:
@@ -168,7 +168,7 @@ class Snapshot:
                     yield known.path, name
 
     def restore(self) -> None:
-        """Let the modules have the attributes, registries and containers of that moment, and no others."""
+        """Restore the attributes, registries and containers of that moment, and remove all others."""
         for known in self.modules:
             refill(vars(known.module), known.attributes)
             for name, copy in known.containers.items():
@@ -177,7 +177,7 @@ class Snapshot:
             _put_back(known, ("_parameters", "_buffers", *_HOOKS))
 
     def restore_setup(self) -> None:
-        """Let the modules have the plain attributes and the hooks of that moment."""
+        """Restore the plain attributes and the hooks of that moment, and remove all other plain attributes and hooks."""
         for known in self.modules:
             now = vars(known.module)
             for name in [name for name, value in now.items() if name not in known.attributes and is_plain_value(value)]:
@@ -187,7 +187,7 @@ class Snapshot:
 
 
 def _containers(module: nn.Module) -> dict[str, Any]:
-    """Copies of the plain containers of a module that a forward may change."""
+    """Return copies of the plain containers of a module that a forward may change."""
     return {
         name: value.copy()
         for name, value in vars(module).items()
@@ -231,7 +231,7 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
     finally:
         before.restore()
         with torch.no_grad():
-            for buffer, value in buffers:  # not by version: batch norm changes its statistics without counting
+            for buffer, value in buffers:  # all of them: batch norm writes its statistics without counting versions
                 if buffer.is_meta:
                     continue
                 if buffer.shape == value.shape:
@@ -258,7 +258,7 @@ def _same_draws() -> Iterator[None]:
 
 
 def is_abstract(root: nn.Module) -> bool:
-    """Whether a module has parameters or buffers on the meta device, which have no memory."""
+    """Return whether a module has parameters or buffers on the meta device, which have no memory."""
     return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
 
@@ -267,7 +267,7 @@ def stand_ins(root: nn.Module) -> Iterator[Any]:
     """Replace all parameters, buffers and tensor attributes by fake tensors (shape and dtype, no memory).
 
     Yields the fake mode. The fake tensors are on the CPU whatever the device of the originals, so that results of the
-    model fit the example batch. Names refer to the fake tensors inside.
+    model fit the example batch. Inside the context, names refer to the fake tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,4 +1,5 @@
 """Proof of a recording and of its chunks: outputs, buffers and gradients are those of the model.
 
-Knows recordings, the runs that they were made of, and autograd. Does not know plans, stages or micro-batches.
+The package knows recordings, the runs that they were made of, and autograd. It must not know plans, stages or
+micro-batches.
 """

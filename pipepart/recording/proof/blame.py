@@ -1,8 +1,8 @@
-"""The op at fault when the outcome of a recording is not that of the model.
+"""The op at fault when the outcome of a recording differs from that of the model.
 
-Two observed runs, of the model and of the recording, keep the value of each op and its edge in autograd's graph. Values are
-compared from the inputs on, gradients from the loss back. The op is named whose inputs are right and whose result is
-wrong; for gradients, the other way round.
+Two observed runs, of the model and of the recording, keep the value of each op and its gradient edge in autograd's graph.
+Values are compared from the inputs on, and gradients from the loss back. The op at fault has right inputs and a wrong
+result or, for gradients, a right gradient of its result and a wrong gradient of an input or a parameter.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SeenValues:
         self.gradients = {name: None if g is None else g.detach() for name, g in zip(self.edges, found)}
 
     def through(self, outputs: dict[str, torch.Tensor], target: Any) -> torch.Tensor | None:
-        """The gradient of `target` (a value by name, or a tensor) that follows from these gradients of values."""
+        """Return the gradient of `target` (a value by name, or a tensor) that follows from these gradients of values."""
         known = {name: g for name, g in outputs.items() if name in self.edges}
         edge = self.edges.get(target) if isinstance(target, str) else target
         if not known or edge is None:
@@ -76,7 +76,7 @@ class _Case:
         self.kept = {node.name: node for node in recording.graph.nodes}
 
     def op(self, name: str) -> str:
-        """An op in words: its name and its place."""
+        """Return an op in words: its name and its place."""
         node = self.kept.get(name)
         if node is not None and node.op not in ("get_attr", "output"):
             return f"op {name} ({where_is(node)})"
@@ -96,14 +96,14 @@ class _Case:
         return None
 
     def _missing_before(self, name: str) -> str | None:
-        """An op that the model runs directly before this one, and the recording does not."""
+        """Return an op that the model runs directly before this one, and the recording does not."""
         for source in self.nodes[name].all_input_nodes:
             if source.name not in self.kept and self.facts[source].number is None and source.op.startswith("call"):
                 return source.name
         return None
 
     def writer_of(self, buffer: str) -> str | None:
-        """The first op that writes to a buffer, preferably one that is missing in the recording."""
+        """Return the first op that writes to a buffer, preferably one that is missing in the recording."""
         memory = storage_of(resolve(self.root, buffer))
         writing = [name for name, node in self.nodes.items() if memory in self.facts[node].mutates]
         users = self.users_of_tensor(buffer)
@@ -114,14 +114,14 @@ class _Case:
     # ---------------------------------------------------------------- gradients
 
     def first_mode(self) -> tuple[str, bool] | None:
-        """The first op that runs with gradients in one run only, and whether that is the run of the model."""
+        """Return the first op that runs with gradients in one run only, and whether that is the run of the model."""
         for name in self.model.values:
             if name in self.recorded.values and (name in self.model.edges) != (name in self.recorded.edges):
                 return self._missing_before(name) or name, name in self.model.edges
         return None
 
     def first_gradient(self, wrong: Iterable[str]) -> tuple[str, str] | None:
-        """The op whose backward is at fault, and the input or parameter whose gradient is wrong."""
+        """Return the op whose backward is at fault, and the input or parameter whose gradient is wrong."""
         things: list[tuple[int, str, list[str], Any]] = []
         for name in self.nodes:
             a, b = self.recorded.gradients.get(name), self.model.gradients.get(name)
@@ -166,7 +166,7 @@ class _Case:
         return choice or (thing if thing in self.nodes else users[-1] if users else thing)
 
     def users_of_tensor(self, name: str) -> list[str]:
-        """The ops that use a parameter or buffer under any of its names, in program order."""
+        """Return the ops that use a parameter or buffer under any of its names, in program order."""
         tensor = resolve(self.root, name)
         found = []
         for node in self.nodes.values():
@@ -192,7 +192,7 @@ def _is_part(node: fx.Node) -> bool:
 def blame(
     model: SeenValues, recorded: SeenValues, recorder: Recorder, recording: Recording, found: Sequence[Difference]
 ) -> str:
-    """One sentence on the op at fault; empty if no op is found. `recorder` made the observed run of the model."""
+    """Return one sentence on the op at fault; empty if no op is found. `recorder` made the observed run of the model."""
     case = _Case(model, recorded, recorder, recording)
     if any(item.kind == "output" for item in found):
         name = case.first_value()
@@ -211,8 +211,8 @@ def blame(
         return ""
     op, thing = culprit
     if op == thing:
-        return f"gradients differ at {case.op(op)}: those of all its users are right, its own is wrong"
+        return f"gradients differ at {case.op(op)}: the gradients of all its users are right, its own is wrong"
     if case.nodes[op].target == "register_hook":
-        return f"gradients differ at {case.op(op)}: the hook changes the gradient in another way"
+        return f"gradients differ at {case.op(op)}: its hook changes the gradient in another way than in the model"
     of = thing if thing.startswith("parameter") else f"its input {thing}"
-    return f"gradients differ at {case.op(op)}: that of its result is right, that of {of} is wrong"
+    return f"gradients differ at {case.op(op)}: the gradient of its result is right, the gradient of {of} is wrong"

@@ -59,7 +59,7 @@ def prove_chunks(
     if not found and not run.outcome.failure:
         return
     seen = example.seen_values(nodes)
-    first = str(found[0]) if found else f"backward fails, {run.outcome.failure}"
+    first = str(found[0]) if found else f"the backward fails with {run.outcome.failure}"
     where = _cut_at_fault(recording, chunks, chunk_of, seen, run) or _user(chunks, found)
     raise CaptureError(
         f"{type(recording.root).__name__}: cut into {len(chunks)} chunks, the recorded graph gives other results than in "
@@ -69,13 +69,13 @@ def prove_chunks(
 
 
 def _is_nothing(item: Difference, got: Outcome) -> bool:
-    """Whether zeros replace a missing gradient: a stage that is asked for a gradient sends one."""
+    """Return whether zeros replace a missing gradient: a stage that is asked for a gradient sends one."""
     gradient = (got.gradients or {}).get(item.name) if item.kind == "gradient of" else None
     return gradient is not None and item.size == float("inf") and not bool(gradient.any())
 
 
 def _in_order_of_chunks(recording: Recording, chunk_of: Mapping[str, int]) -> list[fx.Node]:
-    """The ops in the order in which the chunks run them, which is the order of random draws."""
+    """Return the ops in the order in which the chunks run them, which is the order of random draws."""
     nodes = [node for node in recording.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     rank: dict[fx.Node, int] = {}
     for node in reversed(nodes):
@@ -120,14 +120,14 @@ class _Example:
             yield [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
 
     def in_one_piece(self, body: RecordedGraph) -> Outcome:
-        """The outcome of the whole graph."""
+        """Run the whole graph and return its outcome."""
         with self._given() as given:
             with self.context():
                 values = body(*given)
             return outcome_of(values, self.recording.loss_index, self.recording.root, {}, self.backward)
 
     def seen_values(self, nodes: list[fx.Node]) -> SeenValues:
-        """The values of all ops and their gradients, in one piece."""
+        """Run the whole graph op by op and return all values and their gradients."""
         seen = SeenValues()
         with self._given() as given:
             with self.context():
@@ -211,7 +211,7 @@ def _backward(
 def _cut_at_fault(
     recording: Recording, chunks: Sequence[Chunk], chunk_of: Mapping[str, int], seen: SeenValues, run: _Run
 ) -> str:
-    """The first edge whose value differs from that in one piece; else, from the loss back, the first whose gradient does."""
+    """Return the first edge with another value than in one piece; if there is none, the last edge with another gradient."""
     edges = {edge.name: edge for chunk in chunks for edge in chunk.exports}
     by_name = {node.name: node for node in recording.graph.nodes}
     order = [edges[name] for name in by_name if name in edges]
@@ -227,7 +227,7 @@ def _cut_at_fault(
         if got is None:
             return f"no gradient comes back for {_edge(edge, by_name[edge.name])}"
         if any(chunk_of.get(u.name) == edge.source and op_of(u).requires_grad for u in by_name[edge.name].users):
-            continue  # a part of its gradient comes from its own chunk and crosses nothing
+            continue  # a part of its gradient comes from its own chunk and does not cross a cut
         if differ(got, wanted if wanted is not None else torch.zeros_like(got), largest):
             return f"the gradient that comes back for {_edge(edge, by_name[edge.name])} differs from that in one piece"
     return ""
@@ -239,7 +239,7 @@ def _edge(edge: Edge, node: fx.Node) -> str:
 
 
 def _user(chunks: Sequence[Chunk], found: Sequence[Difference]) -> str:
-    """The chunks that use the wrong tensors, if all edges are right."""
+    """Return the chunks that use the wrong tensors, if all edges are right."""
     names = {item.name for item in found}
     users = [chunk.index for chunk in chunks if not names.isdisjoint((*chunk.parameters, *chunk.buffers))]
-    return f"inside of chunk {', '.join(map(str, users or [chunks[-1].index]))}; all edges are right"
+    return f"inside chunk {', '.join(map(str, users or [chunks[-1].index]))}; all edges are right"

@@ -24,7 +24,7 @@ _INF = float("inf")
 _SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 """Relative tolerance of results that come from the same ops."""
 _NOISE = 16
-"""Number of rounding errors that a gradient may have which cancels to zero."""
+"""Number of rounding errors by which a gradient that cancels to zero may differ."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Difference:
 
 
 def differences(got: Outcome, wanted: Outcome, fake: bool = False) -> list[Difference]:
-    """The differences of one outcome from another; with `fake`, only shapes and dtypes of outputs are compared."""
+    """Return the differences of one outcome from another; with `fake`, only shapes and dtypes of outputs are compared."""
     found: list[Difference] = []
     for i, (value, other) in enumerate(zip(got.values, wanted.values)):
         if isinstance(other, torch.Tensor):
@@ -62,13 +62,13 @@ def differences(got: Outcome, wanted: Outcome, fake: bool = False) -> list[Diffe
 
 
 def largest_of(gradients: Iterable[torch.Tensor | None]) -> float:
-    """The largest finite element of all gradients, to which rounding errors are compared."""
+    """Return the largest finite element of all gradients, to which rounding errors are compared."""
     sizes = [float(g.abs().max()) for g in gradients if g is not None and g.numel()]
     return max((size for size in sizes if size < _INF), default=0.0)
 
 
 def differ(got: torch.Tensor | None, wanted: torch.Tensor | None, largest: float = 0.0, exact: bool = False) -> bool:
-    """Whether two tensors differ, without `exact` by more than rounding errors; None equals None only.
+    """Return whether two tensors differ, without `exact` by more than rounding errors; None equals None only.
 
     `largest` is the largest of all gradients: rounding errors that should cancel may have this scale.
     """
@@ -83,11 +83,11 @@ def differ(got: torch.Tensor | None, wanted: torch.Tensor | None, largest: float
 def _compared_gradients(
     name: str, got: torch.Tensor | None, wanted: torch.Tensor | None, largest: Callable[[], float]
 ) -> list[Difference]:
-    """None and zeros are different: an optimizer skips a parameter without gradient, and decays the other."""
+    """Compare two gradients. None and zeros differ: an optimizer skips a parameter without a gradient, and decays the other."""
     if got is None and wanted is None:
         return []
     if got is None or wanted is None:
-        text = "is missing" if got is None else "is there, and the model gives none"
+        text = "is missing" if got is None else "is present, but the model gives none"
         return [Difference("gradient of", name, text, _INF)]
     return _compared("gradient of", name, got, wanted, largest=largest)
 
@@ -119,7 +119,7 @@ def _compared(
 
 
 def _distance(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors of one shape, and the largest finite element of the second."""
+    """Return the largest difference of two tensors of one shape, and the largest finite element of the second."""
     if not wanted.numel() or torch.equal(got, wanted):
         return 0.0, 1.0
     if not (wanted.is_floating_point() or wanted.is_complex()):
@@ -140,7 +140,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_rounding(worst: float, scale: float, dtype: torch.dtype, largest: float = 0.0) -> bool:
-    """Whether a difference is a rounding error of the element `scale`, or of a sum over gradients up to `largest`.
+    """Return whether a difference is a rounding error of an element of size `scale`, or of gradients up to `largest`.
 
     Results in half precision may differ by one bit.
     """
@@ -163,7 +163,7 @@ _DIGITS = 0.5
 def beyond_rounding(
     found: list[Difference], wanted: Outcome, root: nn.Module, run: Callable[[], Outcome]
 ) -> list[Difference]:
-    """The differences beyond rounding errors. `run` makes `wanted` again, with the current parameters."""
+    """Return the differences beyond rounding errors. `run` makes `wanted` again, with the current parameters."""
     if not any(_is_comparable(item, wanted) for item in found):
         return found
     noise: dict[str, float] = {}
@@ -182,7 +182,7 @@ def _is_comparable(item: Difference, wanted: Outcome) -> bool:
 
 
 def _moved(moved: Outcome, wanted: Outcome, name: str) -> float:
-    """The change of a gradient; 0 if most of its digits are unchanged."""
+    """Return the change of a gradient; 0 if most of its digits are unchanged."""
     after, before = (moved.gradients or {}).get(name), (wanted.gradients or {})[name]
     if after is None or before is None or after.shape != before.shape or not before.is_floating_point():
         return 0.0
@@ -193,7 +193,7 @@ def _moved(moved: Outcome, wanted: Outcome, name: str) -> float:
 
 @contextmanager
 def _changed(root: nn.Module, seed: int) -> Iterator[None]:
-    """Change the parameters a little inside, unknown to autograd."""
+    """Change the parameters a little inside the context, in a way that autograd does not see."""
     generator = torch.Generator().manual_seed(seed)
     own = [p.data for p in root.parameters() if p.is_floating_point() and p.layout == torch.strided and p.numel()]
     before = [tensor.clone() for tensor in own]

@@ -63,7 +63,7 @@ def outcome_of(
 
 
 def backward_roots(values: Sequence[Any], loss: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The outputs that backward starts from, and their gradients: 1 for a loss, else fixed pseudo-random numbers."""
+    """Return the outputs that backward starts from, and their gradients: 1 for a loss, else fixed pseudo-random numbers."""
     if loss is not None:
         root = values[loss]
         return ([root], [torch.ones_like(root)]) if root.requires_grad else ([], [])
@@ -84,7 +84,7 @@ def _pseudo_random(like: torch.Tensor, seed: int) -> torch.Tensor:
 def gradients_of(
     roots: list[torch.Tensor], cotangents: list[torch.Tensor], wanted: dict[str, torch.Tensor], retain: bool = False
 ) -> dict[str, torch.Tensor | None]:
-    """Gradients of tensors by name. The hooks of these tensors do not run, and ``.grad`` stays as it is."""
+    """Return the gradients of tensors by name. The hooks of these tensors do not run, and ``.grad`` stays as it is."""
     if not wanted:
         return {}
     with _without_hooks(wanted.values()):
@@ -98,7 +98,7 @@ def gradients_of(
 
 
 def _is_reentrant(roots: list[torch.Tensor]) -> bool:
-    """Whether backward reaches a region of reentrant checkpointing, which gives gradients only through ``.grad``."""
+    """Return whether backward reaches a region of reentrant checkpointing, which gives gradients only through ``.grad``."""
     todo: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = set()
     while todo:
@@ -115,7 +115,7 @@ def _is_reentrant(roots: list[torch.Tensor]) -> bool:
 def _accumulated(
     roots: list[torch.Tensor], cotangents: list[torch.Tensor], wanted: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients through ``.grad``, for reentrant checkpointing inside a module that is one op."""
+    """Return gradients that are taken from ``.grad``, for reentrant checkpointing inside a module that is one op."""
     before = [tensor.grad if tensor.is_leaf else None for tensor in wanted.values()]
     try:
         for tensor in wanted.values():
@@ -145,7 +145,7 @@ def _without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor for comparisons: itself or, if it is large, its norm and its sums over rows and columns."""
+    """Return a tensor for comparisons: itself or, if it is large, its norm and its sums over rows and columns."""
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.numel() <= _LARGE:

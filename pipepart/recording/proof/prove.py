@@ -1,7 +1,7 @@
 """Proof of a recording: it gives the outputs, buffers and gradients of the model, or is refused.
 
-Inputs of a batch require no gradient, and the model may look at that. So the recording and the model first run on the
-inputs as they are. Gradients of floating inputs are compared in a second pair of runs, with inputs that require one.
+Tensors of a batch require no gradient, and the results of a model may depend on that. So the recording and the model first
+run on the inputs as they are. Gradients of floating inputs are compared in a second pair of runs, with inputs that require one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["prove", "prove_call"]
 _NOISE = 10.0
 """Factor by which a recording may differ more from the model than the model differs from itself."""
 _ROUNDING = 1e-2
-"""Largest relative difference of that kind: sums in another order, not other numbers."""
+"""Largest relative difference that counts as noise of the model: sums in another order, not other numbers."""
 _NOT_PROVED = "gradients of inputs: not proved, since"
 
 
@@ -93,8 +93,8 @@ class _Proof:
     def compare(self, leaves: list[Any], expected: Outcome, modes: bool = True) -> list[str]:
         """Raise a `CaptureError` if the recording does not give the expected outcome; returns notes.
 
-        Also fills in shapes and FLOPs of the example. Without `modes`, ops may require a gradient
-        that do not in the recorded model.
+        Also fills in shapes and FLOPs of the example. Without `modes`, an op may require a gradient although it does not
+        in the recorded model.
         """
         recording, notes = self.recording, []
         versions = {name: parameter._version for name, parameter in recording.root.named_parameters()}
@@ -138,9 +138,9 @@ class _Proof:
     def _explained(
         self, leaves: list[Any], expected: Outcome, got: Outcome, found: list[Difference], limit: float
     ) -> tuple[list[Difference], str]:
-        """The differences beyond those of the model from itself, and the op at fault.
+        """Return the differences that are larger than those between two runs of the model, and the op at fault.
 
-        The model runs once more, op by op. It may differ from itself by up to `limit`.
+        The model runs once more, op by op. Two runs of it may differ by up to `limit`.
         """
         model, recorded, recording = SeenValues(), SeenValues(), self.recording
         try:
@@ -175,7 +175,8 @@ def _check_modes(recording: Recording, replay: Replay) -> None:
             raise CaptureError(
                 f"{type(recording.root).__name__}: op {node.name} ({where_is(node)}) "
                 f"{'requires' if requires_grad else 'does not require'} a gradient in the recorded graph, and "
-                f"{'does' if meta.requires_grad else 'does not'} in the model: it is run in another gradient mode"
+                f"{'does' if meta.requires_grad else 'does not'} in the model: it is run in another gradient mode\n"
+                "  do: report it as a bug, with the op"
             )
 
 
@@ -200,15 +201,17 @@ def _refusal(
     name = type(recording.root).__name__
     where = f"  where: {reason}\n" if reason else ""
     if not found:
-        return f"{name}: the backward of the recorded graph fails, that of the model does not: {got.failure}\n{where}"
+        return (
+            f"{name}: the backward of the recorded graph fails, but that of the model does not: {got.failure}\n{where}"
+        )
     first = found[0]
     if first.kind == "gradient of":
         count = sum(item.kind == "gradient of" for item in found)
         return (
             f"{name}: the recorded graph does not give the gradients of the model: {first}; {count} of "
             f"{len(expected.gradients or ())} gradients differ.\n{where}"
-            "  likely: this op hides from the recorder how its gradient is computed\n"
-            "  do: write it as a torch.autograd.Function or a submodule of its own, which is one op then"
+            "  likely: the recorder does not see how this op computes its gradient\n"
+            "  do: write it as a torch.autograd.Function or a submodule of its own, which is then one op"
         )
     if changed:
         names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")

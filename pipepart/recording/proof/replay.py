@@ -130,5 +130,5 @@ def _failure(recording: Recording, node: fx.Node | None, error: Exception) -> st
     text = str(error).partition("\n\nWhile executing")[0]
     return (
         f"{type(recording.root).__name__}: the recorded graph fails on the example that it was recorded with, in {where}: "
-        f"{type(error).__name__}: {text[:300]}"
+        f"{type(error).__name__}: {text[:300]}\n  do: report it as a bug, with the op"
     )

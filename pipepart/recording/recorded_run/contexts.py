@@ -56,7 +56,7 @@ def switches() -> tuple[Any, ...]:
 
 
 def set_switches(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Switch to these settings and return those before."""
+    """Switch to these settings and return the settings before."""
     before = switches()
     for (_, write), old, new in zip(_SWITCHES, before, values):
         if old != new:
@@ -139,7 +139,7 @@ class Recomputed:
 def regions_of(nodes: Iterable[fx.Node], depth: int) -> Iterator[tuple[int | None, list[fx.Node]]]:
     """Yield consecutive nodes of one region at this depth of nesting, in order; None stands for no region.
 
-    Nodes of which none requires a gradient save nothing and count as outside.
+    A region in which no node requires a gradient saves nothing, and its nodes count as outside.
     """
     for region, run in groupby(nodes, lambda node: _region(node, depth)):
         members = list(run)

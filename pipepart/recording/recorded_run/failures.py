@@ -41,4 +41,4 @@ class FromNumpy(NotRecordable):
 
 
 class Unsettled(NotRecordable):
-    """A call changes plain Python attributes of a module. If a second call does not, the first one has set it up."""
+    """A call changes plain Python attributes of a module. If a second call does not, the first has set the module up."""

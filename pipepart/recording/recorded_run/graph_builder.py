@@ -117,7 +117,7 @@ class GraphBuilder:
         if op == "call_function":
             target = nameable(target)
         node = self.graph.create_node(op, target, (), {})
-        node.args = args  # set afterwards: fx walks arguments that are given at once a second time
+        node.args = args  # set afterwards, because fx would walk arguments of `create_node` twice
         if kwargs:
             node.kwargs = kwargs
         path, module = self.stack[-1]
@@ -215,7 +215,7 @@ class GraphBuilder:
                 f"a tensor of shape {shape} is a parameter that the module does not register (in {where})"
             )
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise NotRecordable(f"a tensor inside torch.func (vmap, grad) in {where}")
+            raise NotRecordable(f"a tensor of a torch.func transform (vmap, grad) is used in {where}")
 
     def _after_mutation(self, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
         """Return the node of a tensor; if an op has changed its memory since, a new one that depends on that op."""

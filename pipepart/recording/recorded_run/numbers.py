@@ -1,4 +1,4 @@
-"""Python numbers of a recorded run: sizes and items of tensors, and Python decisions that depend on them."""
+"""Python numbers of a recorded run: sizes and items of tensors, and branches of Python code that depend on them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["NumberRecorder"]
 
 
 class NumberRecorder:
-    """Makes nodes for numbers that come from tensors, and checks for decisions that depend on them.
+    """Makes nodes for numbers that come from tensors, and checks for branches that depend on them.
 
-    It is the owner of the tracked numbers of a run. With `guards`, Python may decide by the contents of a tensor: the
+    It is the owner of the tracked numbers of a run. With `guards`, Python may branch on the contents of a tensor, and the
     graph gets a check.
     """
 
@@ -34,7 +34,7 @@ class NumberRecorder:
         self.tracked: list[symbols.Tracked] = []
         """All tracked numbers of the run: they are plain once it is over."""
         self.cached: dict[types.CodeType, list[CachedFunction]] = {}
-        """Cached functions that code which used a tracked number as a key can call."""
+        """Cached functions that can be called by code that uses a tracked number as a key."""
 
     @property
     def recording(self) -> bool:
@@ -57,12 +57,12 @@ class NumberRecorder:
         return self._made("call_function", target, args, value, from_data, chance)
 
     def compared(self, op: Callable[..., Any], a: Any, b: Any, result: bool, from_data: bool) -> None:
-        """Add a check for a decision by a tracked number: the graph holds only while the decision is the same."""
+        """Add a check for a branch on a tracked number: the graph holds only while the same branch is taken."""
         if self.builder.idle:
             return
         where = f"{op.__name__} in module {self.builder.stack[-1][0]!r} at {user_line()}"
         if from_data and not self.guards:
-            raise DataDependent(f"a Python decision on a number that was read from a tensor ({where})")
+            raise DataDependent(f"Python branches on a number that was read from a tensor ({where})")
         left, right = (x.node() if symbols.is_tracked(x) else symbols.plain(x) for x in (a, b))
         seen = self.number_node(op, (left, right), result)
         self._check(seen, result, where, self.facts[seen].from_data)
@@ -146,12 +146,12 @@ class NumberRecorder:
         return node
 
     def _check(self, node: fx.Node, value: Any, where: str, from_data: bool) -> None:
-        """Add a check that a node has this value, unless chance decides it."""
+        """Add a check that a node has this value. A random value is refused, unless only one outcome is possible."""
         if self.facts[node].chance:
             if _certain(node):
                 return
             raise NotRecordable(
-                f"Python decides by a random number ({where}); e.g. LayerDrop: set its rate to 0 (layerdrop=0.0)"
+                f"Python branches on a random number ({where}); for LayerDrop: set its rate to 0 (layerdrop=0.0)"
             )
         guard = self.builder.make("call_function", intrinsics.check, (node, value, where), {})
         self.facts[guard].from_data = from_data

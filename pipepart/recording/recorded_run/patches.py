@@ -45,7 +45,7 @@ def recording_patches(
     """Send calls that no torch function mode sees to the recorder.
 
     Calls of the functions `whole` are one op each. The functions `cached` compute anew for tracked numbers. With
-    `compiling`, libraries that ask whether they are being compiled hear yes, and take paths free of data reads.
+    `compiling`, `torch.compiler.is_compiling` is true, so that libraries take code paths without reads of data.
     """
     table = [*_torch_patches(recorder), *_metric_patches(recorder, modules)]
     table += functions.replacements(recorder, whole)
@@ -258,7 +258,7 @@ def _print(recorder: Recorder, original: Any) -> Any:
     def show(*args: Any, **kwargs: Any) -> None:
         if not recorder.builder.idle:
             module = recorder.builder.stack[-1][0]
-            recorder.note(f"prints at {user_line()}, in module {module!r}: a recorded call prints nothing")
+            recorder.note(f"the model prints at {user_line()}, in module {module!r}: a recorded call prints nothing")
         original(*unwrap(args), **kwargs)
 
     return show

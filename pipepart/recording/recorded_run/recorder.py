@@ -58,7 +58,7 @@ class Recorder:
     """Records the calls of one run: torch functions one by one, and calls that are kept whole.
 
     The `builder` makes the nodes, and `numbers` records Python numbers. `whole` names modules to keep as one op;
-    `guards` allows Python to decide by data, with a check in the graph; `fake` tensors have no contents.
+    `guards` allows Python to branch on data, with a check in the graph; with `fake`, tensors have no contents.
     """
 
     def __init__(self, root: nn.Module, names: Any, whole: frozenset[str], guards: bool, fake: bool = False):
@@ -88,7 +88,7 @@ class Recorder:
     def torch_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run and record one torch function or tensor method that the model calls.
 
-        Calls that are not ops, that read data or that cannot be recorded are sorted out first; the rest are ops.
+        Calls that are not ops, that read data or that cannot be recorded are handled first; all other calls are ops.
         """
         plain_args, plain_kwargs = unwrap(args), unwrap(kwargs)
         if not self.builder.recording:
@@ -108,7 +108,7 @@ class Recorder:
         if name == "__set__" and getattr(func.__self__, "__name__", "") not in ("requires_grad", "grad"):
             if func.__self__.__name__ == "data" and is_same_memory(args[0], args[1]):
                 return None  # `module.to(device)` where the module is there already
-            raise NotRecordable(f"assignment to Tensor.{func.__self__.__name__} in {self.builder.here()}")
+            raise NotRecordable(f"Tensor.{func.__self__.__name__} is assigned in {self.builder.here()}")
         if func is torch.autograd.grad or func is torch.autograd.backward or name == "backward":
             raise NotRecordable(f"{name} is called while the model runs, in {self.builder.here()}")
         if name in ops.DATA_READS:
@@ -207,7 +207,7 @@ class Recorder:
     # ---------------------------------------------------------------- parts of a call
 
     def _draws_outside(self) -> bool:
-        """Return whether random numbers outside torch were drawn since the last call of this, if modules are watched."""
+        """Return whether random numbers outside torch were drawn since the last call of this method, if modules are watched."""
         before, self.drawn = self.drawn, outside_rng() if self.watching else self.drawn
         return bool(before != self.drawn)
 

@@ -91,12 +91,12 @@ class Run:
 
 @dataclass
 class Settings:
-    """How a call is recorded. A fallback changes a setting, and the call is recorded again."""
+    """Settings with which a call is recorded. A fallback changes a setting, and the call is recorded again."""
 
     whole: set[str] = field(default_factory=set)
     """Modules that are kept whole, by path."""
     guards: bool = False
-    """Whether Python may decide by the contents of a tensor, with a check in the graph."""
+    """Whether Python may branch on the contents of a tensor, with a check in the graph."""
     compiling: bool = False
     """Whether libraries are told that they are being compiled."""
     settled: bool = False
@@ -104,7 +104,7 @@ class Settings:
     watching: bool = False
     """Whether each module is checked for draws of random numbers outside torch."""
     single: str = ""
-    """Why the model is recorded with one sample, as given: with more it computes other ops."""
+    """Reason why the model is recorded with the one sample of the example: with more samples, it computes other ops."""
     functions: list[Any] = field(default_factory=list)
     """Functions that are kept whole: they compute with numpy."""
     makers: bool = False
@@ -142,7 +142,7 @@ def eager(call: Call, leaves: list[Any], mode: Any) -> Any:
 
 
 def original(call: Call, leaves: list[Any], mode: Any, backward: bool) -> Outcome:
-    """Outputs, extra outputs and, with `backward`, gradients of the model itself, not recorded."""
+    """Run the model, not recorded, and return its outputs, extra outputs and, with `backward`, gradients."""
     with state.preserved(call.root), torch.enable_grad(), mode or nullcontext():
         given = [copy_leaf(leaf) for leaf in leaves]
         result, extras = call.run(list(given))
@@ -247,7 +247,7 @@ def _recorded(recorder: Recorder, names: state.Names, settings: Settings) -> Ite
 def _result(
     recorder: Recorder, call: Call, values: list[Any], reads: Reads, names: state.Names, settings: Settings
 ) -> Any:
-    """Run the call, and record or refuse its changes of Python state; return its result and its logged values."""
+    """Run the call, and record or refuse its changes of Python state; return its result and its extra outputs."""
     before = state.Snapshot(names.listed)
     around = Effects(names.listed, lambda module, path: path in recorder.whole or ops.is_leaf(module))
     with reads.collecting(settings.variables or []):
@@ -291,7 +291,8 @@ def _output(recorder: Recorder, value: Any) -> Any:
         return recorder.builder.argument(value)
     if holds_tensors(value, 4):
         recorder.notes.append(
-            f"the result holds a {type(value).__name__}, an object of its own with tensors inside: None is returned for it"
+            f"the result holds a {type(value).__name__} with tensors inside, which a recording cannot return: it returns None "
+            "instead"
         )
         return None
     return recorder.builder.argument(value)

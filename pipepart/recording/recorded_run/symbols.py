@@ -165,10 +165,10 @@ _SHAPED_BY_FLOATS = frozenset({"interpolate", "upsample", "arange", "range"})
 
 
 def fixed_sizes(name: str, value: Any) -> Any:
-    """Return arguments of a call with those numbers of the Python state fixed that may decide the form of its result.
+    """Return the arguments of a call, with numbers of the Python state fixed if they may determine the shape of its result.
 
-    Messages between stages have fixed forms. Whole numbers may be sizes or indices; other numbers may only for a few
-    functions.
+    Messages between stages have fixed shapes. Whole numbers may be sizes or indices; other numbers determine a shape only
+    in a few functions.
     """
 
     def fix(number: Any) -> Any:
@@ -180,7 +180,7 @@ def fixed_sizes(name: str, value: Any) -> Any:
 
 
 def _looked_at(op: Callable[..., Any], a: Any, b: Any, result: bool) -> None:
-    """Tell the recorder that Python looks at a tracked number: by a comparison with another number."""
+    """Tell the recorder that Python has compared a tracked number with another number."""
     tracked = [number for number in (a, b) if is_tracked(number)]
     if tracked:
         tracked[0].owner.compared(op, a, b, result, any(number.from_data for number in tracked))
