@@ -30,6 +30,20 @@ def test_a_few_cases_of_each_part(parts: list[Part]) -> None:
         assert outcome.refused or "kept" in part.name or part.name in ("manifest", "result", "reason of a rank")
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("plan()", {"keep_together": [[]]}),
+        ("plan()", {"devices": 65_536}),
+        ("pipepart train", {"strategy": {"timeout": "${oc.env:HOME}"}}),
+    ],
+)
+def test_cases_that_the_bench_has_found(parts: list[Part], name: str, case: object) -> None:
+    (part,) = (part for part in parts if part.name == name)
+    found = Part(name, 1, lambda draw: case, part.run, limit=10.0)
+    assert run_part(found, 1, seed=1).findings == {}
+
+
 def test_findings_are_seen_and_made_small() -> None:
     def careless(case: list[int]) -> None:
         if 3 in case:

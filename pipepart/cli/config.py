@@ -156,7 +156,8 @@ def checked(config: DictConfig) -> dict[str, Any]:
     """The configuration as plain values, after all checks that need no built object."""
     from pipepart.cli.schema import RANGES
 
-    plain: Any = OmegaConf.to_container(config, resolve=True)
+    with explaining():  # values of interpolations have types, too
+        plain: Any = OmegaConf.to_container(config, resolve=True)
     redacted(plain)  # from here on, the values of secret names are hidden everywhere
     for name in ("name", "output"):
         if clean(str(plain[name])) != str(plain[name]):

@@ -137,7 +137,7 @@ class SearchSpace:
         elif request.replicas != "auto":
             yield _divided(devices, int(request.replicas), "replicas"), int(request.replicas)
         else:
-            for stages in range(1, devices + 1):
+            for stages in range(1, min(devices, max(len(self.graph.ops), 1)) + 1):  # a chunk has at least one op
                 few = request.each_replica or devices // stages <= request.batch_size
                 if devices % stages == 0 and (stages == 1 or few):
                     yield stages, devices // stages

@@ -118,6 +118,8 @@ class PlanOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         check_schedule(self.schedule)
+        if not all(self.keep_together):
+            raise PlanError("keep_together contains an empty group; expected at least one module path in each group")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
