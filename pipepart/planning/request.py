@@ -112,7 +112,7 @@ class PlanOptions:
     """Module paths before which a cut lies. If the schedule has more chunks, the planner chooses the other cuts."""
     recompute: bool | Literal["auto"] = "auto"
     """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
-    memory_limit: Annotated[float, Range(0, 2**63, above=True)] | None = None
+    memory_limit: Annotated[float, Range(1, 2**63)] | None = None
     """Bytes that one device may use. None: as much as it has."""
 
     def __post_init__(self) -> None:
