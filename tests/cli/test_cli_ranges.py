@@ -47,7 +47,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("strategy.chunks=-1", "chunks must be a whole number of at least 1 or 'auto', got -1"),
         ("strategy.slack=-1", "slack must be a whole number of at least 0"),
         ("strategy.replicas=0", "replicas must be a whole number of at least 1"),
-        ("strategy.memory_limit=0", "memory_limit must be a number from 1 to"),
+        ("strategy.memory_limit=0", "memory_limit must be a number of at least 1 or None"),
         ("optimizer.lr=nan", "optimizer.lr must be a finite number"),
         ("optimizer.lr=-1", "optimizer.lr must be a number of at least 0"),
         ("optimizer.betas=[0.9,2.0]", "optimizer: torch.optim.AdamW refuses its arguments"),
