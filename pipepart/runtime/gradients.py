@@ -18,6 +18,7 @@ from torch import nn
 
 from pipepart.runtime.mesh import Groups, own_group
 from pipepart.runtime.parts import Ownership
+from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.tracing import Trace
 from pipepart.schedule import Action
 
@@ -45,7 +46,8 @@ class GradientSync:
         for name, stages in ownership.tied.items():
             if stages not in made:
                 ranks = [[groups.mesh.rank(r, stage) for stage in stages] for r in range(groups.mesh.replicas)]
-                made[stages] = own_group(groups.rank, ranks, timedelta(seconds=groups.timeout))
+                with closed_to_strangers():
+                    made[stages] = own_group(groups.rank, ranks, timedelta(seconds=groups.timeout))
             own = made[stages]
             if own is not None:
                 self._tied[name] = own

@@ -127,9 +127,10 @@ class Groups:
         number = int(job_store().add(f"pipepart/groups/{rank}", 1))
         replicas = [mesh.pipeline(replica) for replica in range(mesh.replicas)]
         stages = [mesh.copies(stage) for stage in range(mesh.stages)]
-        pipeline, down, up = (own_group(rank, replicas, timeout) for _ in range(3))
-        copies = own_group(rank, stages, timeout) if mesh.replicas > 1 else None
-        numbers = own_group(rank, stages, timeout, "gloo") if mesh.replicas > 1 else None
+        with closed_to_strangers():
+            pipeline, down, up = (own_group(rank, replicas, timeout) for _ in range(3))
+            copies = own_group(rank, stages, timeout) if mesh.replicas > 1 else None
+            numbers = own_group(rank, stages, timeout, "gloo") if mesh.replicas > 1 else None
         assert pipeline is not None and down is not None and up is not None
         made = Groups(mesh, rank, pipeline, down, up, copies, numbers, number, timeout.total_seconds(), job_key())
         released_with(made, release_groups, [pipeline, down, up, copies, numbers])
@@ -173,9 +174,8 @@ def own_group(
 ) -> dist.ProcessGroup | None:
     """Create one group for each list of ranks and return the one with `rank`, if any. All ranks must call it."""
     found: dist.ProcessGroup | None = None
-    with closed_to_strangers():
-        for ranks in all_ranks:
-            group = dist.new_group(ranks, timeout=timeout, backend=backend)
-            if rank in ranks:
-                found = group
+    for ranks in all_ranks:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        if rank in ranks:
+            found = group
     return found

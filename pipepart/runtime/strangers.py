@@ -19,7 +19,7 @@ __all__ = ["closed_to_strangers"]
 
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _LISTENS = "0A"
-_INTERVAL = 0.02  # seconds
+_INTERVAL = 0.5  # seconds; reading the table of a host takes some milliseconds
 
 
 @contextmanager
@@ -42,8 +42,8 @@ class _Watch:
     """A thread that closes connections of other users until `stop`."""
 
     def __init__(self) -> None:
-        self._before = {key for key, inode, _, state in _connections() if state == _LISTENS and inode in _own_sockets()}
-        self._found: set[tuple[int, str]] = set()
+        self._before = set(_own_sockets())
+        self._found: set[tuple[int, int]] = set()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="pipepart-strangers")
         self._thread.start()
@@ -54,7 +54,7 @@ class _Watch:
         self._thread.join()
         self._look()
         if self._found:
-            who = ", ".join(f"user {user} (port {int(port, 16)})" for user, port in sorted(self._found))
+            who = ", ".join(f"user {user} (port {port})" for user, port in sorted(self._found))
             raise PipelineError(
                 f"while the ranks of this job connected, another user of this host connected to this process: {who}. Those "
                 "connections were closed; one of them may have taken the place of a rank. Run the job again."
@@ -66,17 +66,20 @@ class _Watch:
                 self._look()
 
     def _look(self) -> None:
-        own, table = _own_sockets(), list(_connections())
-        ports = {
-            key[0] for key, inode, _, state in table if state == _LISTENS and inode in own and key not in self._before
-        }
+        own = {inode: descriptor for inode, descriptor in _own_sockets().items() if inode not in self._before}
+        table = list(_connections()) if own else []
+        ports = {_port(key[0]) for key, inode, _, state in table if state == _LISTENS and inode in own}
         users = {key: user for key, _, user, state in table if state != _LISTENS}
         for (local, remote), inode, _, state in table:
             user = users.get((remote, local))  # the owner of the other end, if that is on this host
-            if state == _LISTENS or inode not in own or local not in ports or user in (None, 0, os.geteuid()):
+            if state == _LISTENS or inode not in own or _port(local) not in ports or user in (None, 0, os.geteuid()):
                 continue
             if _shut(own[inode], inode):
-                self._found.add((user, local.rpartition(":")[2]))
+                self._found.add((user, _port(local)))
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)
 
 
 def _connections() -> Iterator[tuple[tuple[str, str], int, int, str]]:
