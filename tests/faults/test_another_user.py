@@ -89,7 +89,7 @@ def test_a_job_goes_on_under_attack(job: tuple[subprocess.Popen[str], str, str],
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()[0]
         attack([], listeners(mark)[1])  # the sockets of stages are there only while they connect
-        time.sleep(0.05)
+        time.sleep(0.1)
     ports, names = listeners(mark, of_ranks)
     assert {(family, address) for family, address, _ in ports} == {("tcp", "0100007F")}, ports  # gloo, on loopback
     assert not stores(port for _, _, port in ports)
@@ -201,7 +201,7 @@ def test_the_command_under_attack(tmp_path: Path) -> None:
                 assert not stores(port for _, _, port in fresh)
                 attack(fresh, names)
                 seen.update(fresh)
-                time.sleep(0.1)
+                time.sleep(0.3)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, 9)
