@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from pipepart.files import may_fail
 from pipepart.lightning.announce import tell
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.lightning.tracking import log_files
+from pipepart.machine import peak_memory
 from pipepart.recording.inputs import trees
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import measured_step, plan_figures, step_figures
@@ -233,8 +232,7 @@ def _memory_by_stage(runtime: StageRuntime) -> list[float]:
     if runtime.device.type == "cuda":
         mine = float(torch.cuda.max_memory_allocated(runtime.device))
     else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        mine = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        mine = float(peak_memory())
     groups = runtime.groups
     if groups is None or groups.mesh.stages == 1:
         return [mine]

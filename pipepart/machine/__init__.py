@@ -4,7 +4,16 @@ The package knows processors and environment variables. It must not know models.
 process of its own, imports torch.
 """
 
-from pipepart.machine.host import cache_folder, usable_cores
+from pipepart.machine.host import cache_folder, peak_memory, usable_cores
 from pipepart.machine.limits import Products, check_products, limit_instructions, products, usable
 
-__all__ = ["Products", "cache_folder", "check_products", "limit_instructions", "products", "usable", "usable_cores"]
+__all__ = [
+    "Products",
+    "cache_folder",
+    "check_products",
+    "limit_instructions",
+    "peak_memory",
+    "products",
+    "usable",
+    "usable_cores",
+]

@@ -1,11 +1,14 @@
-"""This host: the cores that the process may use, the cache folder, and the CPU if it announces AMX."""
+"""This host: cores and memory of the process, the cache folder, and the CPU if it announces AMX."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["cache_folder", "cpu_with_amx", "usable_cores"]
+__all__ = ["cache_folder", "cpu_with_amx", "peak_memory", "usable_cores"]
 
 
 def usable_cores() -> int:
@@ -13,6 +16,18 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def peak_memory() -> int:
+    """Return the bytes of resident memory that this program has used at most.
+
+    The count of `getrusage` begins with the memory of the process that has started this one.
+    """
+    with suppress(OSError), open("/proc/self/status") as lines:
+        for line in lines:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def cache_folder() -> Path:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from pipepart.errors import PipelineError
 
@@ -19,7 +21,9 @@ __all__ = ["closed_to_strangers"]
 
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _LISTENS = "0A"
+_CONNECTED = "01"
 _INTERVAL = 0.5  # seconds; reading the table of a host takes some milliseconds
+_AGAIN = 0.05
 
 
 @contextmanager
@@ -34,8 +38,12 @@ def closed_to_strangers() -> Iterator[None]:
     watch = _Watch()
     try:
         yield
-    finally:
+    except BaseException:
         watch.stop()
+        watch.check(closed=False)  # ends that are closed may follow from the error
+        raise
+    watch.stop()
+    watch.check()
 
 
 class _Watch:
@@ -43,21 +51,31 @@ class _Watch:
 
     def __init__(self) -> None:
         self._before = set(_own_sockets())
-        self._found: set[tuple[int, int]] = set()
+        self._found: set[tuple[int | None, int]] = set()
+        """User and port of each connection; no user if the other end is closed."""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="pipepart-strangers")
         self._thread.start()
 
     def stop(self) -> None:
-        """Look for the last time, and raise an error if a stranger has been found."""
+        """Look for the last time."""
         self._done.set()
         self._thread.join()
         self._look()
-        if self._found:
-            who = ", ".join(f"user {user} (port {port})" for user, port in sorted(self._found))
+
+    def check(self, closed: bool = True) -> None:
+        """Raise an error if a stranger has been found or, with `closed`, a connection whose other end is closed."""
+        users = sorted({(user, port) for user, port in self._found if user is not None})
+        if users:
+            who = ", ".join(f"user {user} (port {port})" for user, port in users)
             raise PipelineError(
                 f"while the ranks of this job connected, another user of this host connected to this process: {who}. Those "
                 "connections were closed; one of them may have taken the place of a rank. Run the job again."
+            )
+        if closed and self._found:
+            raise PipelineError(
+                "while the ranks of this job connected, a connection to this process was lost: Connection closed by peer. "
+                "Another rank has ended, or another user of this host connected and left. Run the job again."
             )
 
     def _run(self) -> None:
@@ -66,30 +84,62 @@ class _Watch:
                 self._look()
 
     def _look(self) -> None:
+        suspects = self._suspects()
+        if suspects:  # the kernel writes the table row by row: a new connection may have been in half of it
+            time.sleep(_AGAIN)
+            again = self._suspects()
+            for inode in suspects.keys() & again.keys():
+                descriptor, user, port = again[inode]
+                _shut(descriptor, inode)
+                self._found.add((user, port))
+
+    def _suspects(self) -> dict[int, tuple[int, int | None, int]]:
+        """Connections with another user, by inode: descriptor, user, port."""
         own = {inode: descriptor for inode, descriptor in _own_sockets().items() if inode not in self._before}
         table = list(_connections()) if own else []
-        ports = {_port(key[0]) for key, inode, _, state in table if state == _LISTENS and inode in own}
-        users = {key: user for key, _, user, state in table if state != _LISTENS}
-        for (local, remote), inode, _, state in table:
-            user = users.get((remote, local))  # the owner of the other end, if that is on this host
-            if state == _LISTENS or inode not in own or _port(local) not in ports or user in (None, 0, os.geteuid()):
+        ports = {_port(row.local) for row in table if row.state == _LISTENS and row.inode in own}
+        ends = {(row.local, row.remote): row for row in table if row.state != _LISTENS}
+        found = {}
+        for row in table:
+            if row.state == _LISTENS or row.inode not in own or _port(row.local) not in ports:
                 continue
-            if _shut(own[inode], inode):
-                self._found.add((user, _port(local)))
+            other = ends.get((row.remote, row.local))
+            if other is None and not _same_host(row):
+                continue  # of another host
+            if other is not None and other.state == _CONNECTED and other.user in (0, os.geteuid()):
+                continue
+            user = other.user if other is not None and other.state == _CONNECTED else None  # a closed end has no owner
+            found[row.inode] = (own[row.inode], user, _port(row.local))
+        return found
+
+
+class _Row(NamedTuple):
+    """A TCP socket of this host."""
+
+    local: str
+    remote: str
+    state: str
+    user: int
+    inode: int
+
+
+def _same_host(row: _Row) -> bool:
+    """Return whether both ends of a connection must be on this host: loopback, or one address. Bytes are reversed in IPv4."""
+    local, remote = (address.rpartition(":")[0] for address in row[:2])
+    return local == remote or remote.endswith("7F")
 
 
 def _port(address: str) -> int:
     return int(address.rpartition(":")[2], 16)
 
 
-def _connections() -> Iterator[tuple[tuple[str, str], int, int, str]]:
-    """All TCP sockets of the host: (local address, remote address), inode, user, state."""
+def _connections() -> Iterator[_Row]:
     for path in _TABLES:
         with suppress(OSError), open(path) as table:
             next(table)
             for line in table:
                 fields = line.split()
-                yield (fields[1], fields[2]), int(fields[9]), int(fields[7]), fields[3]
+                yield _Row(fields[1], fields[2], fields[3], int(fields[7]), int(fields[9]))
 
 
 def _own_sockets() -> dict[int, int]:
@@ -103,10 +153,8 @@ def _own_sockets() -> dict[int, int]:
     return found
 
 
-def _shut(descriptor: int, inode: int) -> bool:
-    """Shut down a socket, unless its descriptor means another one by now. Returns whether it was open."""
+def _shut(descriptor: int, inode: int) -> None:
+    """Shut down a socket, unless its descriptor means another one by now."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:
             connection.shutdown(socket.SHUT_RDWR)
-            return True
-    return False

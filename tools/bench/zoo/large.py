@@ -6,14 +6,13 @@ The model is built on the meta device. Reported: parameters, ops, seconds, and t
 from __future__ import annotations
 
 import argparse
-import resource
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
 from pipepart.graph import op_graph
+from pipepart.machine import peak_memory
 from pipepart.recording import record
 from tools.bench.zoo.plain_blocks import GPT
 
@@ -53,7 +52,7 @@ def capture_large(billions: float, length: int = 1024) -> Large:
         sum(op.flops for op in graph.ops),
         recorded - start,
         done - recorded,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        peak_memory(),
     )
 
 
