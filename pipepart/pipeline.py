@@ -258,7 +258,7 @@ class Pipeline:
         self.evaluations_done += 1
         try:
             name, leaves = self._recording_for("evaluate", args, kwargs)
-            request = StepRequest(leaves=leaves, train=False, outputs_everywhere=True, draw_key=key)
+            request = StepRequest(leaves=leaves, outputs_everywhere=True, draw_key=key)
             result = self._runtime.evaluate(request, name)
         finally:
             self.module.train(was_training)

@@ -114,7 +114,6 @@ class RecordedSteps:
         name, leaves = self._find(step, batch, batch_idx, loader)
         request = StepRequest(
             leaves=leaves,
-            train=False,
             outputs_everywhere=True,
             separate=self.effects[name].separate,
             context=self._job.context,

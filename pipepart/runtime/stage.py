@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,8 +167,8 @@ class StageRuntime:
         return self.steps.train(name or self._inputs.step.name, request)
 
     def evaluate(self, request: StepRequest, name: str) -> StepResult:
-        """Run the forward of all micro-batches of a recorded step."""
-        return self.steps.evaluate(name, request)
+        """Run the forward of all micro-batches of a recorded step, and no backward, whatever the request says."""
+        return self.steps.evaluate(name, replace(request, train=False))
 
     def from_first(self, value: Any) -> Any:
         """Return, on all stages of the replica, the plain value of the first stage, which reads the batch; all must call it."""

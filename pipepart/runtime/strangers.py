@@ -1,8 +1,8 @@
 """Connections of other users of this host while process groups connect.
 
 Gloo takes every connection to its port: the first one that sends the number of a pair of ranks becomes that pair. So while
-groups connect, connections of other users are found by the owner of their other end, and closed. A pair that a stranger had
-taken over fails at once then; it neither waits nor talks to the stranger.
+groups connect, connections of other users are found by the owner of their other end, and closed. If there was one, an
+error is raised before the groups are used: a pair that a stranger has taken over may wait until its timeout.
 """
 
 from __future__ import annotations
