@@ -34,6 +34,7 @@ __all__ = [
     "others_beside",
     "safe_by_default",
     "verify",
+    "why",
     "write_manifest",
 ]
 
@@ -137,6 +138,18 @@ def _digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def why(error: BaseException) -> str:
+    """Return the reason of a failed write: that of the system where it is known, else what torch says, explained."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    if "unexpected pos" in str(error):  # torch's archive got fewer bytes into the file than it has handed over
+        return f"the disk is full, or the file is larger than allowed (torch: {error})"
+    return str(error)
+
+
 class SafeCheckpointIO(TorchCheckpointIO):
     """Plain `.ckpt` files, each with a small manifest beside it, `NAME.ckpt.sha256`, that holds its size and digest.
 
@@ -170,7 +183,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
             with suppress(OSError):
                 part.unlink()
             kept = f"The previous checkpoint is untouched: {target}." if target.exists() else ""
-            raise CheckpointError(f"the checkpoint {target} could not be written: {error}. {kept}".rstrip()) from error
+            raise CheckpointError(
+                f"the checkpoint {target} could not be written: {why(error)}. {kept}".rstrip()
+            ) from error
 
     def load_checkpoint(
         self, path: Any, map_location: Callable | None = lambda storage, loc: storage, weights_only: bool | None = None

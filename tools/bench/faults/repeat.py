@@ -50,7 +50,7 @@ def once(
     context: multiprocessing.context.ForkServerContext, fault: Fault, in_time: bool = True
 ) -> tuple[float, list[str]]:
     """Seconds from the fault to the end of the last rank that can end, and all that was not as it should be."""
-    before = _shared_memory()
+    before = _shared_memory(set())
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=rank_main, args=(rank, folder, fault), daemon=True) for rank in range(fault.ranks)
@@ -77,7 +77,7 @@ def once(
         problems += _not_said(fault, said)
     if in_time and took > ALLOWED + (fault.limit if fault.how == "stop" else 0):
         problems.append(f"took {took:.1f} s")
-    if left := _shared_memory() - before:
+    if left := _shared_memory({process.pid for process in processes}) - before:
         problems.append(f"left in shared memory: {sorted(left)}")
     return took, problems
 
@@ -104,13 +104,17 @@ def _not_said(fault: Fault, said: dict[int, str]) -> list[str]:
     return problems
 
 
-def _shared_memory() -> set[str]:
-    """Names there, without the semaphores of `multiprocessing`, which its own tracker removes, and without other jobs'."""
+def _shared_memory(own: set[int | None]) -> set[str]:
+    """Names there, without the semaphores of `multiprocessing`, which its own tracker removes.
+
+    The folder of a job has the number of a process in its name; only those of the processes in `own` count, since other
+    jobs run on this host at the same time, and some of them are killed on purpose.
+    """
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if not name.startswith("sem.mp-") and not _of_living_process(name)}
+    return {name for name in names if not name.startswith("sem.mp-") and _job_of(name) in {None, *own}}
 
 
-def _of_living_process(name: str) -> bool:
-    """Return whether a name is the folder of a job, and the process that made it lives."""
+def _job_of(name: str) -> int | None:
+    """Return the number of the process that made the folder of a job, None if a name is not such a folder."""
     found = re.match(r"pipepart-job-(\d+)-", name)
-    return found is not None and os.path.exists(f"/proc/{found.group(1)}")
+    return int(found.group(1)) if found else None
