@@ -25,6 +25,7 @@ from omegaconf.errors import (
 )
 
 from pipepart.cli.groups import conf_folder, group_options, groups
+from pipepart.cli.libraries import load_libraries
 from pipepart.cli.targets import check_allow, check_targets, locate
 from pipepart.errors import ConfigError, PipepartError, did_you_mean
 from pipepart.secrets import clean, is_secret, redacted, redacted_override
@@ -97,7 +98,8 @@ def explaining(extra: Path | None = None, *kinds: type[Exception]) -> Iterator[N
 @contextmanager
 def initialized(extra: Path | None = None) -> Iterator[None]:
     """Hydra with the conf folder and the schema."""
-    from pipepart.cli.schema import register_schemas  # needs Lightning, which takes seconds to import
+    load_libraries()
+    from pipepart.cli.schema import register_schemas  # needs Lightning
 
     register_schemas()
     if not OmegaConf.has_resolver("now"):  # Hydra registers its own only inside its main function

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipepart.cli.console import quiet_libraries, shown
+from pipepart.cli.libraries import load_libraries
 from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.files import load_json
 from pipepart.machine import usable_cores
@@ -131,6 +132,7 @@ def run_as_rank(config_text: str, folder: str, named: str | None = None, parent:
     redacted(config)  # from here on, its secrets are hidden
     with clean_output():
         try:
+            load_libraries()
             if named is not None:
                 from pipepart.cli.dry_runs import verify_here
 

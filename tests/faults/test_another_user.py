@@ -209,6 +209,6 @@ def test_the_command_under_attack(tmp_path: Path) -> None:
     text = (tmp_path / "said.txt").read_text()
     assert {(family, address) for family, address, _ in seen} == {("tcp", "0100007F")}, (seen, text)
     if process.returncode:
-        assert "another user of this host connected to this process: user 65534" in text
+        assert "another user of this host connected" in text
     else:
         assert list((tmp_path / "run").glob("checkpoints/*.ckpt"))
