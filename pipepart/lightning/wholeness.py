@@ -27,14 +27,14 @@ _CUT = "_pipepart_cut"
 """Attribute of a module of which this process holds only a part: the runtime that can make it whole."""
 
 
-class _Cut:
+class _InParts:
     """Holds the runtime of a module in parts. Copies and pickles of the module do not contain the runtime."""
 
     def __init__(self, runtime: StageRuntime | None = None) -> None:
         self.runtime = runtime
 
     def __reduce__(self) -> Any:
-        return _Cut, ()
+        return _InParts, ()
 
 
 def move_to_device(module: nn.Module, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class Wholeness:
             self._metrics.release()
         self._metrics = ConnectedMetrics(self.runtime.root, self.runtime)
         if self._ranks.groups is not None:
-            self.runtime.root.__dict__[_CUT] = _Cut(self.runtime)
+            self.runtime.root.__dict__[_CUT] = _InParts(self.runtime)
 
     def make_whole(self) -> None:
         """Gather all values on every rank and forget the plan. All ranks must call it together."""

@@ -6,9 +6,9 @@ state can be reached. It looks only at states with a plausible amount of work at
 bottleneck, after ``s`` equal chunks at most ``s * T`` of the work is done and at most ``(p - s) * T`` is left.
 
     work done   0 ........ T ....... 2T ....... 3T ........ all
-    s = 1       [   window   ]
-    s = 2                [   window   ]
-    s = 3                           [   window   ]
+    s = 1       [   range    ]
+    s = 2                [   range    ]
+    s = 3                           [   range    ]
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def best_path(
     """The best path without any chunk above ``limit`` ticks.
 
     ``goal`` is the smallest ``bottleneck``, the least ``traffic``, or the best ``balance`` (least sum of squared loads).
-    ``None`` proves that there is no path, unless windows were thinned to ``widest`` states.
+    ``None`` proves that there is no path, unless ranges were thinned to ``widest`` states.
     """
     work = states.work
     tables = _shared_tables(states, devices, limit)
@@ -127,7 +127,7 @@ def best_path(
     for number, node in enumerate(devices.nodes):
         if not node.before:
             continue
-        low, high = _window(work, node, limit)
+        low, high = _plausible(work, node, limit)
         targets = np.arange(max(low, 1), high, dtype=np.int64)
         if node.left == 0:
             targets = targets[targets == last]
@@ -143,8 +143,8 @@ def best_path(
                 continue
             table = tables.get(place.terms)
             if table is not None and not thin and devices.nodes[before].before and node.left > 0:
-                window = int(targets[0]), int(targets[-1]) + 1
-                step = _step_by_table(table, len(work), front, window, limit, before, goal)
+                reach = int(targets[0]), int(targets[-1]) + 1
+                step = _step_by_table(table, len(work), front, reach, limit, before, goal)
             else:
                 step = _step(states, front, targets, place, limit, before, goal)
             merged = _merge(merged, step)
@@ -182,12 +182,12 @@ class _Use:
 
 def _uses(work: Ints, devices: DeviceOrders, limit: int) -> dict[object, list[_Use]]:
     """All uses of places, by the terms that their loads depend on."""
-    windows = [_window(work, node, limit) for node in devices.nodes]
+    ranges = [_plausible(work, node, limit) for node in devices.nodes]
     uses: dict[object, list[_Use]] = {}
-    for node, window in zip(devices.nodes, windows):
+    for node, own in zip(devices.nodes, ranges):
         for before, place in node.before:
             inner = bool(devices.nodes[before].before) and node.left > 0
-            uses.setdefault(place.terms, []).append(_Use(windows[before], window, place, inner))
+            uses.setdefault(place.terms, []).append(_Use(ranges[before], own, place, inner))
     return uses
 
 
@@ -207,7 +207,7 @@ def _pairs(work: Ints, sources: Range, targets: Range, limit: int) -> int:
     return int(np.maximum(touched, 0).sum())
 
 
-def _window(work: Ints, node: DevicesUsed, limit: int) -> Range:
+def _plausible(work: Ints, node: DevicesUsed, limit: int) -> Range:
     """The range of states with a plausible amount of work at a node."""
     total = int(work[-1])
     slack = 1 + total * 1e-12
@@ -296,9 +296,9 @@ def _table(states: States, sources: Range, targets: Range, place: Place, limit: 
     return Table(limit, sources, targets, source, target, load, traffic)
 
 
-def _step_by_table(table: Table, states: int, front: _Front, window: Range, limit: int, node: int, goal: str) -> _Front:
+def _step_by_table(table: Table, states: int, front: _Front, reach: Range, limit: int, node: int, goal: str) -> _Front:
     """The same as `_step`, with loads from a table."""
-    first, last = np.searchsorted(table.target, window, "left")
+    first, last = np.searchsorted(table.target, reach, "left")
     source, target, load = table.source[first:last], table.target[first:last], table.load[first:last]
     value = np.full(states, NEVER, dtype=np.int64)
     value[front.index] = front.value
@@ -333,7 +333,7 @@ def _merge(a: _Front, b: _Front) -> _Front:
 
 
 def _thin(targets: Ints, cost: Ints, widest: int) -> Ints:
-    """One state out of each stretch of the window: the one with the least traffic over its border."""
+    """One state out of each stretch of the range: the one with the least traffic over its border."""
     edges = np.linspace(0, len(targets), widest + 1).astype(np.int64)
     chosen = [a + int(np.argmin(cost[targets[a:b]])) for a, b in pairwise(edges.tolist()) if b > a]
     thin: Ints = targets[np.array(chosen)]

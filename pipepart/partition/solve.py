@@ -32,11 +32,11 @@ from pipepart.partition.units import unit_graph
 __all__ = ["partition"]
 
 _GROWTH = (1.01, 1.03, 1.08, 1.2, 1.5, 2.0, 4.0)
-"""Limits to try, relative to the bound: small limits make small windows."""
+"""Limits to try, relative to the bound: small limits make small ranges."""
 _STEP = 1.1
 """A limit this near to the known bottleneck is left out: it saves too little."""
 _WIDEST = 1500
-"""States per window of a linear order; wider windows are thinned."""
+"""States per range of a linear order; wider ranges are thinned."""
 _NO_LIMIT = 1 << 40
 _MOST_PAIRS = 40_000_000
 """Chunks that one exact search may look at, which takes a few seconds."""
@@ -123,7 +123,7 @@ def _work_bound(costs: UnitCosts, devices: DeviceOrders) -> int:
 def _smallest(states: States, devices: DeviceOrders, bound: int, upper: int = NEVER - 1) -> tuple[Found | None, int]:
     """The best path of at most ``upper`` ticks, and the smallest bottleneck that is not excluded.
 
-    Limits grow, so that the windows stay small. Over all downsets the search is exact; it ends without a path if the
+    Limits grow, so that the ranges stay small. Over all downsets the search is exact; it ends without a path if the
     next limit would take too many steps.
     """
     possible = bound
