@@ -16,8 +16,7 @@ import time
 from itertools import pairwise
 
 from pipepart.errors import PipepartError
-from pipepart.schedule import SCHEDULES, ChunkCosts, make_schedule, picture, simulate, validate
-from pipepart.schedule import comparison as table
+from pipepart.schedule import SCHEDULES, ChunkCosts, make_schedule, picture, simulate, table, validate
 
 
 def _ratio(text: str) -> tuple[float, float, float]:
