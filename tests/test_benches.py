@@ -12,6 +12,7 @@ from tools.bench.schedules.__main__ import main as schedules
 BENCHES = sorted(path.parent.name for path in (Path(__file__).parents[1] / "tools" / "bench").glob("*/__main__.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHES)
 def test_a_benchmark_can_be_imported(name: str) -> None:
     import_module(f"tools.bench.{name}.__main__")

@@ -11,7 +11,7 @@ __all__ = ["load_libraries"]
 
 
 def load_libraries() -> None:
-    """Import torch, Lightning and the strategy without the collector of cyclic garbage.
+    """Silence torch and Lightning and import them, with the strategy, without the collector of cyclic garbage.
 
     The collector would find nothing and take a fifth of the time. All that has been imported lives as long as the process,
     so later collections leave it out.

@@ -32,9 +32,9 @@ __all__ = [
     "load_file",
     "manifest_of",
     "others_beside",
+    "reason_of",
     "safe_by_default",
     "verify",
-    "why",
     "write_manifest",
 ]
 
@@ -138,12 +138,12 @@ def _digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def why(error: BaseException) -> str:
-    """Return the reason of a failed write: that of the system where it is known, else what torch says, explained."""
+def reason_of(error: BaseException) -> str:
+    """Return the reason of a failed write: that of the system where it is known, and the words of torch."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
-            return str(cause)
+            return str(cause) if cause is error else f"{cause} (torch: {error})"
         cause = cause.__cause__ or cause.__context__
     if "unexpected pos" in str(error):  # torch's archive got fewer bytes into the file than it has handed over
         return f"the disk is full, or the file is larger than allowed (torch: {error})"
@@ -184,7 +184,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 part.unlink()
             kept = f"The previous checkpoint is untouched: {target}." if target.exists() else ""
             raise CheckpointError(
-                f"the checkpoint {target} could not be written: {why(error)}. {kept}".rstrip()
+                f"the checkpoint {target} could not be written: {reason_of(error)}. {kept}".rstrip()
             ) from error
 
     def load_checkpoint(

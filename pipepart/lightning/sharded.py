@@ -34,7 +34,7 @@ from pipepart.lightning.checkpoint_files import (
     load_file,
     manifest_of,
     others_beside,
-    why,
+    reason_of,
     write_manifest,
 )
 from pipepart.lightning.optimizers import gather_parts, own_part
@@ -124,7 +124,7 @@ def _named(step: Callable[[], None], target: Path) -> None:
     except (OSError, RuntimeError, CheckpointException) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         kept = f" The previous checkpoint is untouched: {target}." if target.exists() else ""
-        raise CheckpointError(f"the checkpoint {target} could not be written: {why(first)}.{kept}") from error
+        raise CheckpointError(f"the checkpoint {target} could not be written: {reason_of(first)}.{kept}") from error
 
 
 def _take_the_place_of(part: Path, target: Path) -> None:

@@ -164,6 +164,15 @@ def test_help_lists_and_unknown_words_need_no_library() -> None:
 
 
 @pytest.mark.slow
+def test_the_garbage_collector_works_after_the_libraries_are_loaded() -> None:
+    code = (
+        "import gc, sys; from pipepart.cli.libraries import load_libraries; load_libraries()\n"
+        "assert 'lightning' in sys.modules and gc.isenabled() and gc.get_freeze_count() > 100_000"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=PATIENCE, check=True)
+
+
+@pytest.mark.slow
 def test_public_names_are_there_whatever_is_imported_first() -> None:
     """Also the function `capture` beside the package of that name, and the strategy's name once Lightning is there."""
     code = (

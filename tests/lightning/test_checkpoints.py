@@ -211,12 +211,13 @@ def test_full_disk_leaves_the_previous_one(tmp_path) -> None:
 def test_the_reason_of_a_failed_write() -> None:
     """torch raises an error of its own if a file takes fewer bytes than the archive has; where, depends on the sizes."""
     told = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    assert checkpoint_files.why(told).startswith(
+    assert checkpoint_files.reason_of(told).startswith(
         "the disk is full, or the file is larger than allowed (torch: [enforce"
     )
     told.__context__ = OSError(27, "File too large")
-    assert checkpoint_files.why(told) == "[Errno 27] File too large"
-    assert checkpoint_files.why(RuntimeError("no such storage")) == "no such storage"
+    assert checkpoint_files.reason_of(told) == f"[Errno 27] File too large (torch: {told})"
+    assert checkpoint_files.reason_of(told.__context__) == "[Errno 27] File too large"
+    assert checkpoint_files.reason_of(RuntimeError("no such storage")) == "no such storage"
 
 
 def _shards(value: float, path: Path) -> None:

@@ -166,7 +166,7 @@ def test_every_stage_and_every_action_is_there(browser, pages):
 def test_a_step_faster_than_the_bound_says_why(browser, tmp_path):
     """The bound is as good as the costs: those of a busy machine make a bound that a later run beats."""
     plan = sample_plan(2)
-    for share, text in ((0.5, "measured when the machine was slower"), (2.0, "no split, no schedule is faster")):
+    for share, text in ((0.5, "costs of the ops are too high"), (2.0, "no split, no schedule is faster")):
         path = write_report(tmp_path / "page.html", plan, measured_step=plan.lower_bound * share)
         with Opened(browser, path) as page:
             assert text in page.inner_text("#kpi-bound")

@@ -19,8 +19,7 @@ ONE_CHUNK = ("gpipe", "1f1b", "zb_h1", "zb_h2")
 MODELS = ("gpt", "unet", "resnet", "mixed", "frozen")
 CASES = [
     *((1, replicas, "gpt") for replicas in (1, 2)),
-    *((stages, 1, name) for stages in (2, 4) for name in MODELS),
-    *((3, 1, name) for name in ("gpt", "mixed")),  # all realistic modules are on three stages in `test_realistic`
+    *((stages, 1, name) for stages in (2, 3, 4) for name in MODELS),
     *((2, 2, name) for name in MODELS),
 ]  # stages, replicas, model
 MICROBATCHES = 4

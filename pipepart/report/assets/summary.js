@@ -16,7 +16,7 @@
     }
     const beaten = [data.measured_step, plan.rehearsed].some((step) => step && step < plan.lower_bound);
     found.push(kpi("Lower bound", pp.seconds(plan.lower_bound),
-      beaten ? "by costs of ops that were measured when the machine was slower" : "no split, no schedule is faster", "kpi-bound"));
+      beaten ? "the costs of the ops are too high: a real step was faster" : "no split, no schedule is faster", "kpi-bound"));
     found.push(kpi("Gap to the bound", pp.percent(plan.gap),
       plan.proved ? "slowest stage optimal (proved)" : `slowest stage within ${pp.percent(plan.bottleneck_gap)} of optimal`, "kpi-gap"));
     const measuredBubble = data.measured ? pp.unpackTimeline(data.measured).bubble : null;
