@@ -20,6 +20,7 @@ from pipepart.build import Example, Job, Recorded, Step, add_step, build
 from pipepart.build.batch_verdict import SamplesMeet
 from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
 from pipepart.build.verification import verification
+from pipepart.devices import limit_threads
 from pipepart.errors import PlanError
 from pipepart.options import Options
 from pipepart.planning import Plan
@@ -28,7 +29,6 @@ from pipepart.recording import Recording, record
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import BatchDim
 from pipepart.recording.model_state.places import Place
-from pipepart.runtime.device import limit_threads
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh

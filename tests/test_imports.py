@@ -14,6 +14,7 @@ ORDER = [
     "files",
     "machine",
     "parent",
+    "devices",
     "recording",
     "samples",
     "graph",

@@ -20,6 +20,7 @@ from pipepart.build.job import Job
 from pipepart.cost import OpCosts, profiled, whole_step
 from pipepart.cost.analytic import analytic
 from pipepart.cost.this_machine import this_machine
+from pipepart.devices import computes_on_host
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
@@ -86,7 +87,7 @@ def agree_on_plan(
             measured = _measured_plan_counts(job, recording, leaves, options, usual)
             costs = measured.counts[0].costs
         if measured is not None and job.decides():
-            plan = _searched(recording, graph, measured, options, mesh, usual.batch_size)
+            plan = _searched(recording, graph, measured, options, mesh, usual.batch_size, job.device)
             costs = measured.at(plan.microbatch_size, "")
         if groups is not None:
             plan = Plan.from_json(broadcast_object(plan.to_json() if plan is not None else "", 0, groups))
@@ -192,10 +193,16 @@ def _computed(graph: OpGraph) -> OpCosts:
 
 
 def _searched(
-    recording: Recording, graph: OpGraph, measured: MeasuredCounts, options: Options, mesh: Mesh, batch_size: int
+    recording: Recording,
+    graph: OpGraph,
+    measured: MeasuredCounts,
+    options: Options,
+    mesh: Mesh,
+    batch_size: int,
+    device: torch.device,
 ) -> Plan:
     """Return the best plan for the mesh of this job."""
-    device = next((parameter.device.type for parameter in recording.root.parameters()), "cpu")
+    on_host = computes_on_host(device)
     request = options.request(
         batch_size,
         each_replica=True,
@@ -203,8 +210,8 @@ def _searched(
         replicas=mesh.replicas,
         microbatches="auto",
         counts=measured.candidates,
-        link=BETWEEN_GPUS if device == "cuda" else LOCAL_LINK,
-        handling=Handling() if device == "cuda" else BY_PROCESSOR,
+        link=LOCAL_LINK if on_host else BETWEEN_GPUS,
+        handling=BY_PROCESSOR if on_host else Handling(),
     )
     return search(graph, measured, parameter_sizes(recording.root), request)
 

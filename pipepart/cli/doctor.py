@@ -118,6 +118,8 @@ def _configuration() -> Finding:
 def _devices() -> Iterator[Finding]:
     import torch
 
+    from pipepart.devices import accelerator, build_of_torch, device_count, device_name
+
     cores = usable_cores()
     todo = "stages share one core, so a pipeline is not faster than one process" if cores < 2 else ""
     yield Finding("cores", "note" if cores < 2 else "ok", f"{cores} for this process", todo)
@@ -128,13 +130,16 @@ def _devices() -> Iterator[Finding]:
             f"{os.getloadavg()[0]:.1f}",
             "other programs use the cores; measured costs will be inaccurate",
         )
-    if torch.cuda.is_available():
-        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-        yield Finding("gpus", "ok", f"{torch.cuda.device_count()}: {', '.join(sorted(names))}")
+    kind, count = accelerator(), device_count()
+    if kind is not None:
+        names = {device_name(torch.device(kind, index)) for index in range(count)}
+        yield Finding("gpus", "ok", f"{count}: {', '.join(sorted(names))}")
         return
-    built = torch.version.cuda or getattr(torch.version, "hip", None)
-    if built and shutil.which("nvidia-smi"):
-        yield Finding("gpus", "fail", f"torch is built for {built} but sees none", "check the driver with nvidia-smi")
+    built = build_of_torch()
+    if built is not None and shutil.which(built[1]):
+        yield Finding(
+            "gpus", "fail", f"torch is built for {built[0]} but sees none", f"check the driver with {built[1]}"
+        )
     else:
         yield Finding("gpus", "ok", "none; stages run on cores")
 
@@ -159,16 +164,17 @@ def _products() -> Finding:
 
 
 def _backends() -> Iterator[Finding]:
-    import torch
     import torch.distributed as dist
+
+    from pipepart.devices import accelerator, backend_problem
 
     if not dist.is_available() or not dist.is_gloo_available():
         yield Finding("gloo", "fail", "is not in this build of torch", "install an official build of torch")
     else:
         yield Finding("gloo", "ok", "available")
-    if torch.cuda.is_available():
-        fine = dist.is_nccl_available()
-        yield Finding("nccl", "ok" if fine else "fail", "available" if fine else "is not in this build of torch")
+    if (kind := accelerator()) is not None:
+        problem = backend_problem(kind)
+        yield Finding(f"transfers between {kind} devices", "fail" if problem else "ok", problem or "available")
 
 
 def _ports() -> Finding:

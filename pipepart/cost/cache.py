@@ -16,6 +16,7 @@ from pipepart.cost.op_costs import OpCosts
 from pipepart.cost.profile import profile
 from pipepart.cost.this_machine import processor
 from pipepart.cost.timing import Context, whole_step
+from pipepart.devices import computes_on_host, device_name
 from pipepart.errors import PipepartError
 from pipepart.files import keep_json, load_json
 from pipepart.machine import cache_folder
@@ -63,7 +64,10 @@ def _holds(kept: OpCosts, now: float) -> bool:
 
 def _key(recording: Recording, leaves: Sequence[Any], variant: str) -> str:
     shapes = [(list(v.shape), str(v.dtype), v.device.type) if isinstance(v, torch.Tensor) else repr(v) for v in leaves]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+    where = next(
+        (v.device for v in (*leaves, *recording.root.parameters()) if isinstance(v, torch.Tensor)), torch.device("cpu")
+    )
+    device = processor() if computes_on_host(where) else device_name(where)
     parts = [_VERSION, recording.hash, shapes, variant, device, torch.__version__, torch.get_num_threads()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -17,6 +18,7 @@ from typing import Annotated
 import torch
 
 from pipepart.cost.cluster import MOST_DEVICES, Cluster, DeviceKind, LinkKind, Node
+from pipepart.devices import accelerator, computes_on_host, device_count, device_name, memory_of, synchronize
 from pipepart.errors import PipepartError
 from pipepart.files import keep_json, load_json
 from pipepart.machine import cache_folder, usable, usable_cores
@@ -52,11 +54,13 @@ def this_machine() -> Cluster:
 
 def measure_machine() -> MeasuredMachine:
     """Measure one device and the link between two devices, and count the devices (about a second)."""
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        memory = float(torch.cuda.get_device_properties(0).total_memory)
-        where, other = torch.device("cuda", 0), torch.device("cuda", count - 1)
-        name = torch.cuda.get_device_name(0).lower().replace(" ", "_")
+    kind = accelerator()
+    if kind is not None:
+        count = device_count()
+        where, other = torch.device(kind, 0), torch.device(kind, count - 1)
+        found = memory_of(where)
+        memory = float(found.total) if found is not None else math.inf
+        name = device_name(where).lower().replace(" ", "_")
     else:
         count = usable_cores()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count
@@ -67,7 +71,7 @@ def measure_machine() -> MeasuredMachine:
         if where.type == "cpu":
             torch.set_num_threads(1)
         # A bfloat16 product would end this process on a CPU that announces units which the process may not use.
-        half = where.type == "cuda" or usable("bfloat16")
+        half = not computes_on_host(where) or usable("bfloat16")
         dtypes = ("float32", "bfloat16") if half else ("float32",)
         flops = {dtype: _flops(where, getattr(torch, dtype)) for dtype in dtypes}
         bandwidth, launch = _bandwidth(where), _launch(where)
@@ -98,7 +102,8 @@ def _kept(path: Path) -> MeasuredMachine | None:
 
 
 def _key() -> str:
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    kind = accelerator()
+    gpus = [device_name(torch.device(kind, i)) for i in range(device_count())] if kind is not None else []
     return json.dumps([_VERSION, processor(), usable_cores(), gpus, torch.__version__])
 
 
@@ -108,20 +113,19 @@ def _timed(run: Callable[[], object], where: torch.device, repeats: int = 7) -> 
     for _ in range(repeats + 1):
         start = time.perf_counter()
         run()
-        if where.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(where)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
 def _flops(where: torch.device, dtype: torch.dtype) -> float:
-    size = 4096 if where.type == "cuda" else 512
+    size = 512 if computes_on_host(where) else 4096
     a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
     return 2.0 * size**3 / _timed(lambda: a @ b, where)
 
 
 def _bandwidth(where: torch.device) -> float:
-    size = 1 << (28 if where.type == "cuda" else 25)
+    size = 1 << (25 if computes_on_host(where) else 28)
     a = torch.zeros(size, dtype=torch.uint8, device=where)
     b = torch.empty_like(a)
     return 2.0 * size / _timed(lambda: b.copy_(a), where)
@@ -141,7 +145,7 @@ def _measured_link(where: torch.device, other: torch.device) -> LinkKind:
     """Measure a copy from the first GPU to the last, or for cores a copy through a shared buffer and a pipe."""
     size = 1 << 22
     a = torch.zeros(size, dtype=torch.uint8, device=where)
-    if where.type == "cuda":
+    if not computes_on_host(where):
         b = torch.zeros(size, dtype=torch.uint8, device=other)
         tiny = a[:8], b[:8]
         latency = _timed(lambda: tiny[1].copy_(tiny[0]), where)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pipepart.devices import accelerator, synchronize
 from pipepart.recording import Recording
 from pipepart.recording.model_state.state import preserved
 from pipepart.recording.op import has_op, op_of
@@ -86,9 +87,8 @@ def _mean(seconds: Sequence[float]) -> float:
 
 
 def now() -> float:
-    """Return the time after the device has finished all work so far."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """Return the time after the accelerator, if there is one, has finished all work so far."""
+    synchronize(torch.device(accelerator() or "cpu"))
     return time.perf_counter()
 
 

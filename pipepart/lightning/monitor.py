@@ -13,12 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from pipepart.devices import peak_memory_of
 from pipepart.errors import ConfigError, PlanError
 from pipepart.files import may_fail
 from pipepart.lightning.announce import tell
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.lightning.tracking import log_files
-from pipepart.machine import peak_memory
 from pipepart.recording.inputs import trees
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import measured_step, plan_figures, step_figures
@@ -228,11 +228,8 @@ def _in_all_replicas(runtime: StageRuntime, samples: int) -> int:
 
 
 def _memory_by_stage(runtime: StageRuntime) -> list[float]:
-    """Peak bytes of each stage: allocated on its GPU, or the resident memory of its process on the CPU."""
-    if runtime.device.type == "cuda":
-        mine = float(torch.cuda.max_memory_allocated(runtime.device))
-    else:
-        mine = float(peak_memory())
+    """Peak bytes of each stage: allocated on its device, or the resident memory of its process on the CPU."""
+    mine = float(peak_memory_of(runtime.device))
     groups = runtime.groups
     if groups is None or groups.mesh.stages == 1:
         return [mine]

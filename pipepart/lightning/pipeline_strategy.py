@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from pipepart.build import Job
+from pipepart.devices import limit_threads
 from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.checkpoint_files import safe_by_default
@@ -40,7 +41,6 @@ from pipepart.planning import Plan
 from pipepart.planning.request import ScheduleName
 from pipepart.recording.inputs.batching import BatchDim
 from pipepart.runtime import Mesh, StageRuntime
-from pipepart.runtime.device import limit_threads
 from pipepart.runtime.failure import guarded
 
 __all__ = ["PipelineStrategy"]

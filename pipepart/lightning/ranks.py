@@ -20,13 +20,13 @@ from lightning.fabric.utilities.distributed import (
 )
 from torch import nn
 
+from pipepart.devices import backend_for
 from pipepart.errors import ConfigError
 from pipepart.lightning.data import ends_together, needs_agreement
 from pipepart.lightning.materialise import empty_names
 from pipepart.options import Options
 from pipepart.parent import outlive_parent
 from pipepart.runtime import Groups, Mesh, fit_mesh
-from pipepart.runtime.device import backend_for
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
 from pipepart.runtime.rendezvous import meeting_store

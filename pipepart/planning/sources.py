@@ -12,6 +12,7 @@ import torch
 from pipepart.cost import OpCosts, profiled
 from pipepart.cost.analytic import analytic
 from pipepart.cost.cluster import Cluster
+from pipepart.devices import accelerator
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph
 from pipepart.machine import usable_cores
@@ -121,7 +122,7 @@ def resized(leaves: Sequence[Any], size: int, batching: Batching | None = None) 
 def _threads_of_a_rank(processes: int) -> Iterator[None]:
     """Use as many threads as one of so many processes has on this host."""
     before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+    if "OMP_NUM_THREADS" not in os.environ and accelerator() is None:
         torch.set_num_threads(max(1, usable_cores() // max(1, processes)))
     try:
         yield

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from pipepart.devices import generators
 from pipepart.recording.execution.draws import mix, number_of, set_key
-from pipepart.runtime.device import generators
 
 __all__ = ["OpSeeds", "RandomState", "recomputing", "running_again", "seeded"]
 

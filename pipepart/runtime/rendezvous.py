@@ -22,8 +22,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pipepart.devices import backend_for, local_device
 from pipepart.errors import ConfigError
-from pipepart.runtime.device import backend_for, local_device
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.values import shortened
 

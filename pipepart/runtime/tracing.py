@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from pipepart.devices import Stopwatch
 from pipepart.errors import PipelineError
-from pipepart.runtime.device import Stopwatch
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.rendezvous import job_store
 from pipepart.runtime.transport import GroupTransport, Transport

@@ -70,7 +70,7 @@ def test_clocks_of_hosts_are_aligned() -> None:
 
 
 def test_a_mark_is_a_time() -> None:
-    from pipepart.runtime.device import Stopwatch
+    from pipepart.devices import Stopwatch
 
     watch = Stopwatch(torch.device("cpu"))
     first, second = watch.mark(), watch.mark()

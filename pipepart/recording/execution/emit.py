@@ -13,6 +13,7 @@ import torch.fx as fx
 import torch.nn as nn
 from torch.fx.node import map_aggregate
 
+from pipepart.devices import usable_autocast
 from pipepart.recording.execution.draws import before_draw, number_of
 from pipepart.recording.execution.ops_run import RecordedGraph, resolve, used_tensors
 from pipepart.recording.op import op_of
@@ -202,8 +203,8 @@ def _leave_no_grad(before: bool) -> None:
 def _enter_autocast(state: tuple[Any, ...]) -> list[Any]:
     """Switch to the autocast settings of the recorded ops."""
     entered = []
-    for device, dtype in (("cpu", None), ("cuda", None)) if state == ("off",) else state:
-        if device == "cuda" and not torch.cuda.is_available():
+    for device, dtype in [(kind, None) for kind in usable_autocast()] if state == ("off",) else state:
+        if device not in usable_autocast():
             continue
         context: Any = torch.autocast(device, dtype=dtype, enabled=dtype is not None)
         context.__enter__()

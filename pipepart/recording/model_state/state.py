@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from pipepart.devices import kept_draws
 from pipepart.errors import CaptureError
 from pipepart.recording.model_state.places import CONTAINERS, is_plain_value, refill, same_items
 from pipepart.recording.model_state.reachable import OWN_NAMES
@@ -247,7 +248,7 @@ def _same_draws() -> Iterator[None]:
     """Leave the random number generators of torch, Python and numpy as before."""
     python_rng, numpy_rng = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+        with kept_draws():
             yield
     finally:
         random.setstate(python_rng)

@@ -23,6 +23,7 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import checkpoint
 
+from pipepart.devices import ATTENTION_SWITCHES, autocast_types
 from pipepart.recording.op import op_of
 
 __all__ = [
@@ -37,13 +38,9 @@ __all__ = [
     "user_line",
 ]
 
-_cuda: Any = torch.backends.cuda
 _module: Any = importlib.import_module("torch.utils.checkpoint")
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    *ATTENTION_SWITCHES,
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -67,7 +64,7 @@ def set_switches(values: tuple[Any, ...]) -> tuple[Any, ...]:
 def autocast_state() -> tuple[Any, ...]:
     """Return the device and dtype of each autocast that is on."""
     return tuple(
-        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+        (device, torch.get_autocast_dtype(device)) for device in autocast_types() if torch.is_autocast_enabled(device)
     )
 
 
