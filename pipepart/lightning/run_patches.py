@@ -73,7 +73,7 @@ def _summary(original: Callable[..., Any], trainer: Trainer, pl_module: Lightnin
     if pl_module.example_input_array is None:
         return original(trainer, pl_module)
     try:
-        with stand_ins(pl_module) as mode, mode:
+        with stand_ins(pl_module, pl_module.device) as mode, mode:
             return original(trainer, pl_module)
     except Exception as error:  # some forwards need values
         reason = (str(error).strip().splitlines() or [""])[0][:160]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pipepart.devices import kept_draws
 from pipepart.errors import CaptureError
@@ -28,6 +29,7 @@ from pipepart.recording.model_state.reachable import OWN_NAMES
 __all__ = [
     "Names",
     "Snapshot",
+    "device_of",
     "is_abstract",
     "names_of",
     "no_collection",
@@ -236,7 +238,8 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
                 if buffer.is_meta:
                     continue
                 if buffer.shape == value.shape:
-                    buffer.copy_(value)
+                    if not isinstance(buffer, FakeTensor):  # those have no values
+                        buffer.copy_(value)
                 else:  # a table that was made longer in place
                     buffer.data = value
         for parameter, grad in grads:
@@ -263,22 +266,29 @@ def is_abstract(root: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
 
+def device_of(leaves: Iterable[Any]) -> torch.device:
+    """Return the device of an example: that of its first tensor, or the CPU if no tensor has memory."""
+    found = (leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
+    return next(found, torch.device("cpu"))
+
+
 @contextmanager
-def stand_ins(root: nn.Module) -> Iterator[Any]:
+def stand_ins(root: nn.Module, target: torch.device) -> Iterator[Any]:
     """Replace all parameters, buffers and tensor attributes by fake tensors (shape and dtype, no memory).
 
-    Yields the fake mode. The fake tensors are on the CPU whatever the device of the originals, so that results of the
-    model fit the example batch. Inside the context, names refer to the fake tensors.
+    Yields the fake mode. Parameters and buffers are on `target`, the device of the example, as they will be when the model
+    runs: so `x.device` and autocast are recorded as they are there. Other tensors stay on their device, as in
+    `Module.to`. Inside the context, names refer to the fake tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Any] = {}
+    moves = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
 
     def fake(tensor: torch.Tensor) -> Any:
         if id(tensor) not in fakes:
+            device = target if tensor.is_meta or id(tensor) in moves else tensor.device
             with mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 if isinstance(tensor, nn.Parameter):
                     made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 fakes[id(tensor)] = made
