@@ -89,7 +89,7 @@ class Pipeline:
         self._device = join_job(timedelta(seconds=timeout))
         mesh = fit_mesh(world_size(), options.stages, options.replicas)
         limit_threads(processes_on_this_host())
-        groups = Groups.create(mesh, timedelta(seconds=timeout)) if mesh.world_size > 1 else None
+        groups = Groups.create(mesh, timedelta(seconds=timeout), self._device) if mesh.world_size > 1 else None
         self._target = module_or_step
         with guarded(groups):  # no rank waits for one that has failed
             text = self._build(tuple(example_args), dict(example_kwargs or {}), options, mesh, groups)

@@ -27,9 +27,8 @@ def _names(path: Path) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and NAMES.fullmatch(node.attr):
             found.append(f"{path.name}:{node.lineno} .{node.attr}")
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            if NAMES.search(node.value):
-                found.append(f"{path.name}:{node.lineno} {node.value!r}")
+        if isinstance(node, ast.Constant) and id(node) not in prose and NAMES.search(str(node.value)):
+            found.append(f"{path.name}:{node.lineno} {node.value!r}")
     return found
 
 

@@ -67,7 +67,7 @@ class Ranks:
         if isinstance(environment, LightningEnvironment):  # the launcher has tied this process to rank 0
             outlive_parent()
         if self.groups is None and self.mesh.world_size > 1:
-            self.groups = Groups.create(self.mesh, timeout)
+            self.groups = Groups.create(self.mesh, timeout, device)
 
     def describe_nodes(self, nodes: int) -> str:
         """The stages on each node, one line per node; empty for a single node.

@@ -53,21 +53,21 @@ def meet(groups: Groups, inside_replica: bool = False) -> None:
 def all_reduce(tensor: torch.Tensor, groups: Groups, op: Any = dist.ReduceOp.SUM) -> None:
     """Reduce a tensor over all ranks, in place."""
     meet(groups)
-    dist.all_reduce(tensor, op)
+    dist.all_reduce(tensor, op, group=groups.world)
 
 
 def broadcast_object(value: Any, source: int, groups: Groups, inside_replica: bool = False) -> Any:
     """Return the object of rank `source` on all ranks, or on all stages of its replica; other ranks' values are ignored."""
     meet(groups, inside_replica)
-    group = groups.pipeline if inside_replica else None
+    group = groups.pipeline if inside_replica else groups.world
     sends = groups.rank == source
-    data = _bytes(signed(value, groups), group) if sends else None
-    size = torch.tensor([0 if data is None else len(data)], device=_device(group))
+    data = _bytes(signed(value, groups)) if sends else None
+    size = torch.tensor([0 if data is None else len(data)])
     dist.broadcast(size, source, group=group)
     if data is None:
-        data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+        data = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, source, group=group)
-    return value if sends else verified(data.cpu().numpy().tobytes(), groups)
+    return value if sends else verified(data.numpy().tobytes(), groups)
 
 
 def gather_objects(value: Any, groups: Groups, inside_replica: bool = False) -> list[Any]:
@@ -78,11 +78,11 @@ def gather_objects(value: Any, groups: Groups, inside_replica: bool = False) -> 
 
 def exchange_objects(value: Any, groups: Groups, inside_replica: bool = False, target: int | None = None) -> list[Any]:
     """Gather objects without a meeting in the store. With `target`, only this rank has them, and others an empty list."""
-    group = groups.pipeline if inside_replica else None
+    group = groups.pipeline if inside_replica else groups.world
     count = groups.mesh.stages if inside_replica else groups.mesh.world_size
-    data = _bytes(signed(value, groups), group)
-    sizes = torch.empty(count, dtype=torch.int64, device=data.device)
-    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)], device=data.device), group=group)
+    data = _bytes(signed(value, groups))
+    sizes = torch.empty(count, dtype=torch.int64)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=group)
     lengths = [int(size) for size in sizes]
     data = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
     gets = target is None or groups.rank == target
@@ -91,13 +91,9 @@ def exchange_objects(value: Any, groups: Groups, inside_replica: bool = False, t
         dist.all_gather(parts, data, group=group)
     else:
         dist.gather(data, parts, target, group=group)
-    return [verified(part[:size].cpu().numpy().tobytes(), groups) for part, size in zip(parts or [], lengths)]
+    return [verified(part[:size].numpy().tobytes(), groups) for part, size in zip(parts or [], lengths)]
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of tensors that the group takes."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-
-
-def _bytes(data: bytes, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device(group))
+def _bytes(data: bytes) -> torch.Tensor:
+    """Return bytes in host memory, whatever device the job computes on: objects travel over gloo."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

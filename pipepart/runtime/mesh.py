@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipepart.devices import backend_for, computes_on_host
 from pipepart.errors import PlanError
 from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.rendezvous import job_key, job_store
 from pipepart.runtime.strangers import closed_to_strangers
 
-__all__ = ["Groups", "Mesh", "fit_mesh", "own_group"]
+__all__ = ["Groups", "Mesh", "connect", "fit_mesh", "own_group"]
+
+_HOST = "gloo"  # the backend for tensors in host memory
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,16 @@ class Groups:
 
     mesh: Mesh
     rank: int
+    device: torch.device
+    world: dist.ProcessGroup
+    """All ranks of the job. On accelerators it is our own: the default group may have no backend for host memory."""
     pipeline: dist.ProcessGroup
     """All stages of this replica: set-up, values of tails, outputs."""
     down: dist.ProcessGroup
-    """Messages from lower to higher stages. Separate from `up`, so that each channel has one direction and one order, as
-    NCCL requires, and separate from the default group, which Lightning uses."""
+    """Messages in host memory from lower to higher stages. Separate from `up`, so that each channel has one direction and
+    one order, and from the default group, which Lightning uses."""
     up: dist.ProcessGroup
-    """Messages from higher to lower stages."""
+    """Messages in host memory from higher to lower stages."""
     copies: dist.ProcessGroup | None
     """The same stage in every replica, for gradients; None with one replica."""
     numbers: dist.ProcessGroup | None = None
@@ -121,25 +127,40 @@ class Groups:
     """The number of meetings of this rank, by the ranks that take part."""
 
     @staticmethod
-    def create(mesh: Mesh, timeout: timedelta) -> Groups:
-        """Create the groups of a mesh. All ranks must call it."""
-        rank = dist.get_rank()
+    def create(mesh: Mesh, timeout: timedelta, device: torch.device | None = None) -> Groups:
+        """Create the groups of a mesh for tensors on `device` (default: the CPU). All ranks must call it.
+
+        `world`, `pipeline` and `copies` take tensors on the device and in host memory, the others in host memory only. The
+        communicators of the device are made here, in one order on all ranks: at their first use in a step they would make
+        the host wait for ranks that may wait for this one.
+        """
+        rank, device = dist.get_rank(), device or torch.device("cpu")
         number = int(job_store().add(f"pipepart/groups/{rank}", 1))
         replicas = [mesh.pipeline(replica) for replica in range(mesh.replicas)]
         stages = [mesh.copies(stage) for stage in range(mesh.stages)]
+        both, default = backend_for(device), dist.group.WORLD
+        # CPU jobs use the default group, which takes tensors in host memory: one more group would cost time at the start.
+        shared = computes_on_host(device) and dist.get_backend() == _HOST
         with closed_to_strangers():
-            pipeline, down, up = (own_group(rank, replicas, timeout) for _ in range(3))
-            copies = own_group(rank, stages, timeout) if mesh.replicas > 1 else None
-            numbers = own_group(rank, stages, timeout, "gloo") if mesh.replicas > 1 else None
-        assert pipeline is not None and down is not None and up is not None
-        made = Groups(mesh, rank, pipeline, down, up, copies, numbers, number, timeout.total_seconds(), job_key())
-        released_with(made, release_groups, [pipeline, down, up, copies, numbers])
+            own = None if shared else own_group(rank, [list(range(mesh.world_size))], timeout, both)
+            pipeline = own_group(rank, replicas, timeout, both)
+            down, up = (own_group(rank, replicas, timeout, _HOST) for _ in range(2))
+            copies = own_group(rank, stages, timeout, both) if mesh.replicas > 1 else None
+            numbers = own_group(rank, stages, timeout, _HOST) if mesh.replicas > 1 else None
+        world = default if shared else own
+        assert world is not None and pipeline is not None and down is not None and up is not None
+        for group in (own, pipeline, copies):
+            connect(group, device)
+        made = Groups(
+            mesh, rank, device, world, pipeline, down, up, copies, numbers, number, timeout.total_seconds(), job_key()
+        )
+        released_with(made, release_groups, [own, pipeline, down, up, copies, numbers])
         return made
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
         """The mesh as a `DeviceMesh` with the dimensions "replica" (if there are several) and "stage"."""
-        kind = "cuda" if dist.get_backend(self.pipeline) == "nccl" else "cpu"
+        kind = self.device.type
         table = torch.arange(self.mesh.world_size).view(self.mesh.replicas, self.mesh.stages)
         if self.copies is None:
             return DeviceMesh.from_group(self.pipeline, kind, table[0], mesh_dim_names=("stage",))
@@ -165,8 +186,14 @@ class Groups:
         return self.mesh.rank(self.replica, stage)
 
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
-        """Return the group for messages from stage `source` to stage `target`."""
+        """Return the group for messages in host memory from stage `source` to stage `target`."""
         return self.down if source < target else self.up
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Make the communicator of a group for tensors on `device`. All members must call it at the same point of set-up."""
+    if group is not None and not computes_on_host(device):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def own_group(

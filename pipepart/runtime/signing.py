@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import io
 import pickle
 from typing import Any
+
+import torch
 
 from pipepart.errors import PipelineError
 from pipepart.runtime.mesh import Groups
@@ -14,9 +17,24 @@ __all__ = ["signed", "verified"]
 _SIGNATURE = 32  # bytes
 
 
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors of accelerators as tensors in host memory: another rank must not rebuild them on this device."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            return _itself, (value.detach().cpu(),)
+        return NotImplemented
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def signed(value: Any, groups: Groups) -> bytes:
     """Return the pickle of an object behind its signature."""
-    data = pickle.dumps(value)
+    buffer = io.BytesIO()
+    _HostPickler(buffer).dump(value)
+    data = buffer.getvalue()
     return hmac.digest(groups.key, data, "sha256") + data
 
 

@@ -195,7 +195,7 @@ def test_one_process_needs_no_port() -> None:
 
 
 def test_objects_without_the_signature_of_the_job_are_not_read() -> None:
-    groups = Groups(Mesh(1, 2), 0, *[None] * 4, key=b"k" * 32)  # type: ignore[arg-type]
+    groups = Groups(Mesh(1, 2), 0, *[None] * 6, key=b"k" * 32)  # type: ignore[arg-type]
     data = signed({"a": [1, 2]}, groups)
     assert verified(data, groups) == {"a": [1, 2]}
     for wrong in (data[:-1], data[1:], b"", pickle.dumps(print), bytes(32) + data[32:]):
