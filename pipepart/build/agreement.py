@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 
 from pipepart.build.job import Job
+from pipepart.build.job_devices import JobDevices, devices_of_job
 from pipepart.cost import OpCosts, profiled, whole_step
 from pipepart.cost.analytic import analytic
 from pipepart.cost.this_machine import this_machine
-from pipepart.devices import computes_on_host
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
 from pipepart.planning import MicrobatchCount, Plan, neighbouring_counts, search, transfer
-from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
 from pipepart.planning.memory import parameter_sizes
 from pipepart.planning.sources import resized
 from pipepart.recording import Recording, prove_chunks, split
@@ -78,6 +77,7 @@ def agree_on_plan(
     measured: MeasuredCounts | None = None
     with guarded(groups):
         plan, costs = options.given_plan, None
+        devices = devices_of_job(job) if plan is None else None
         if plan is None and any(parameter.is_meta for parameter in recording.root.parameters()):
             costs = _computed(graph) if job.decides() else None
             measured = (
@@ -86,8 +86,8 @@ def agree_on_plan(
         elif plan is None:
             measured = _measured_plan_counts(job, recording, leaves, options, usual)
             costs = measured.counts[0].costs
-        if measured is not None and job.decides():
-            plan = _searched(recording, graph, measured, options, mesh, usual.batch_size, job.device)
+        if measured is not None and devices is not None and job.decides():
+            plan = _searched(recording, graph, measured, options, mesh, usual.batch_size, devices)
             costs = measured.at(plan.microbatch_size, "")
         if groups is not None:
             plan = Plan.from_json(broadcast_object(plan.to_json() if plan is not None else "", 0, groups))
@@ -199,10 +199,9 @@ def _searched(
     options: Options,
     mesh: Mesh,
     batch_size: int,
-    device: torch.device,
+    devices: JobDevices,
 ) -> Plan:
     """Return the best plan for the mesh of this job."""
-    on_host = computes_on_host(device)
     request = options.request(
         batch_size,
         each_replica=True,
@@ -210,8 +209,7 @@ def _searched(
         replicas=mesh.replicas,
         microbatches="auto",
         counts=measured.candidates,
-        link=LOCAL_LINK if on_host else BETWEEN_GPUS,
-        handling=BY_PROCESSOR if on_host else Handling(),
+        **devices.request(),
     )
     return search(graph, measured, parameter_sizes(recording.root), request)
 
