@@ -308,8 +308,11 @@ class Stopwatch:
         return event
 
     def mark(self) -> Any:
-        """Return a mark at this point in the queue of the device."""
-        return time.perf_counter() if self._origin is None else self._event()
+        """Return a mark at this point in the queue of the device. A device without events is waited for."""
+        if self._origin is not None:
+            return self._event()
+        synchronize(self._device)
+        return time.perf_counter()
 
     def seconds(self, mark: Any) -> float:
         """Return the time at which the device reached `mark`, on the clock of `time.perf_counter`."""
@@ -317,3 +320,11 @@ class Stopwatch:
             return float(mark)
         mark.synchronize()
         return float(self._began + self._origin.elapsed_time(mark) / 1000)
+
+    def between(self, start: Any, end: Any) -> float:
+        """Return the seconds from one mark to a later one. Devices count them in single precision, so this is more exact for
+        short times than the difference of two `seconds`."""
+        if self._origin is None:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end) / 1000)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from pipepart.cost.analytic import analytic
 from pipepart.cost.op_costs import SPLIT_LAYERS, OpCosts
 from pipepart.cost.this_machine import this_machine
-from pipepart.cost.timing import Context, now, own_copy, split_layer, state_kept, time_step, typical
+from pipepart.cost.timing import Context, Timer, device_under, own_copy, split_layer, state_kept, time_step, typical
 from pipepart.graph import op_graph
 from pipepart.recording import Recording
 from pipepart.recording.op import has_op, op_of
@@ -41,9 +41,10 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
     """
     module = recording.graph_module()
     leaves = [own_copy(leaf) for leaf in leaves]
+    device = device_under([*leaves, *recording.root.parameters()])
     names = [node.name for node in recording.ops]
     with state_kept(recording.root):  # gradients accumulate as in a step of several micro-batches
-        single = _OpProfiler(module, context)
+        single = _OpProfiler(module, context, device)
         try:
             single.run(*(own_copy(leaf) for leaf in leaves))
         except torch.OutOfMemoryError:
@@ -115,14 +116,17 @@ class _Kind:
     weights_only: list[float] = field(default_factory=list)
     """Seconds of the backward for the gradients of parameters alone."""
 
-    def repeats(self) -> Iterator[int]:
+    def repeats(self, timer: Timer) -> Iterator[int]:
         """Yield repeat numbers until the budget of time is used; fewer for an op of a known kind."""
         if self.forward:
             yield from range(_AGAIN)
             return
         least, most = _REPEATS
         for repeat in range(most):
-            if repeat >= least and sum(self.forward) + sum(self.backward) > 2 * _BUDGET:
+            if repeat == least:
+                timer.read()
+            known = len(self.forward)  # fewer than the repeats, if the timer reads the others later
+            if repeat >= least and (sum(self.forward) + sum(self.backward)) * repeat / known > 2 * _BUDGET:
                 return
             yield repeat
 
@@ -149,8 +153,9 @@ class _Measured:
 class _OpProfiler(fx.Interpreter):
     """Interprets the graph, and runs each op alone several times on its real inputs."""
 
-    def __init__(self, module: fx.GraphModule, context: Context) -> None:
+    def __init__(self, module: fx.GraphModule, context: Context, device: torch.device) -> None:
         super().__init__(module)
+        self._timer = Timer(device)
         self.found: dict[str, _Measured] = {}
         self._context = context
         self._makers: dict[int, str] = {}
@@ -205,6 +210,7 @@ class _OpProfiler(fx.Interpreter):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            self._timer.drop()
             self.failed.add(n.name)
             self.notes.append(
                 f"the cost of {n.name} is computed, not measured: run alone, the op fails with {_one_line(error)}"
@@ -270,17 +276,17 @@ class _OpProfiler(fx.Interpreter):
     ) -> tuple[Any, dict[int, int]]:
         """Time an op, and return its result and the storages (with their sizes) that it keeps for its backward."""
         trainable = [p for p in weights if p.requires_grad]
-        kind, measured.trained = measured.kind, bool(trainable)
+        kind, measured.trained, timer = measured.kind, bool(trainable), self._timer
         forward, backward, inputs_only = kind.forward, kind.backward, kind.inputs_only
         result: Any = None
         saved = _SavedBytes({p.untyped_storage().data_ptr() for p in weights})
-        for repeat in kind.repeats():
+        for repeat in kind.repeats(timer):
             leaves: list[torch.Tensor] = []
             fresh = fx.node.map_aggregate((args, kwargs), functools.partial(_leaf, leaves, inplace))
             with saved.hooks() if repeat == 0 else nullcontext(), self._context():
-                started = now()
+                started = timer.start()
                 out = call(*fresh)
-                forward.append(now() - started)
+                timer.stop(started, forward)
             if repeat == 0:
                 result = fx.node.map_aggregate(out, functools.partial(_detached, False))
             roots = [t for t in _tensors(out) if t.requires_grad and t.grad_fn is not None]
@@ -292,13 +298,18 @@ class _OpProfiler(fx.Interpreter):
             ones = [torch.ones_like(root) for root in roots]
             split = bool(trainable and leaves) and measured.splits
             if split:
-                inputs_only.append(_timed_backward(roots, leaves, ones, retain=True))
-                kind.weights_only.append(_timed_backward(roots, trainable, ones, retain=True))
+                for part, into in ((leaves, inputs_only), (trainable, kind.weights_only)):
+                    started = timer.start()
+                    torch.autograd.backward(roots, ones, retain_graph=True, inputs=part)
+                    timer.stop(started, into)
                 for leaf in leaves:
                     leaf.grad = None
-            backward.append(_timed_backward(roots, sources, ones, retain=False))
-            if not split:
-                inputs_only.append(0.0 if trainable else backward[-1])
+            started = timer.start()
+            torch.autograd.backward(roots, ones, inputs=sources)
+            timer.stop(started, backward, *(() if split or trainable else (inputs_only,)))
+            if trainable and not split:
+                inputs_only.append(0.0)
+        timer.read()
         return result, saved.found
 
 
@@ -325,12 +336,6 @@ def _pointer(tensor: torch.Tensor) -> int:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _timed_backward(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence[Any], retain: bool) -> float:
-    started = now()
-    torch.autograd.backward(roots, ones, retain_graph=retain, inputs=sources)
-    return now() - started
 
 
 def _leaf(leaves: list[torch.Tensor], inplace: bool, value: Any) -> Any:
