@@ -20,7 +20,9 @@ from pipepart.build.job import Job
 from pipepart.build.job_devices import JobDevices, devices_of_job
 from pipepart.cost import OpCosts, profiled, whole_step
 from pipepart.cost.analytic import analytic
+from pipepart.cost.device_memory import stays_on_host
 from pipepart.cost.this_machine import this_machine
+from pipepart.devices import computes_on_host
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
@@ -131,6 +133,8 @@ def _measured_plan_counts(
     costs = profiled(recording, leaves, job.context, variant, agree=agree)
     first = MeasuredCount(len(usual), usual.sizes[0], costs)
     in_pieces = recording.batching is not None and recording.batching.in_pieces
+    if not computes_on_host(job.device) and not agree(not stays_on_host(recording.root, job.device)):
+        return MeasuredCounts((first,))  # other numbers are measured by whole steps
     if options.microbatches != "auto" or options.schedule.endswith(".csv") or in_pieces:
         return MeasuredCounts((first,))
     found = measured_counts(first, recording, leaves, usual.batch_size, job.mesh.stages, job.context, agree)

@@ -1,16 +1,19 @@
-"""The memory of an accelerator: the bytes that a stage may plan with, and whether the whole model fits."""
+"""The memory of an accelerator: the bytes that a stage may plan with, whether the whole model fits, and parts of it there."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipepart.devices import computes_on_host, memory_of
+from pipepart.recording.model_state.state import stays_on_host
 
-__all__ = ["Room", "is_elsewhere", "reserve_of", "room_of", "whole_fits"]
+__all__ = ["Room", "lent", "lent_tensor", "reserve_of", "room_of", "stays_on_host", "whole_fits"]
 
 _RESERVE = 0.1
 """The part of a device that no plan uses: buffers of communicators (tens of megabytes for each pair of ranks), workspaces
@@ -73,6 +76,25 @@ def whole_fits(root: nn.Module, device: torch.device) -> bool:
     return needed <= (1 - _FOR_ACTIVATIONS) * room.bytes
 
 
-def is_elsewhere(root: nn.Module, device: torch.device) -> bool:
-    """Return whether parameters with values are on another device, since the model does not fit on this one."""
-    return any(not tensor.is_meta and tensor.device.type != device.type for tensor in root.parameters())
+@contextmanager
+def lent(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Give modules copies of their parameters and buffers on a device; at the end they have their own again."""
+    own: list[tuple[nn.Module, str, torch.Tensor]] = []
+    try:
+        for module in {id(part): part for given in modules for part in given.modules()}.values():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None and tensor.device != device:
+                    own.append((module, name, tensor))
+                    setattr(module, name, lent_tensor(tensor, device))
+        yield
+    finally:
+        for module, name, tensor in own:
+            setattr(module, name, tensor)
+
+
+def lent_tensor(value: Any, device: torch.device) -> Any:
+    """Return a copy of a parameter or buffer on a device; other values stay as they are."""
+    if not isinstance(value, torch.Tensor) or value.device == device:
+        return value
+    copy = value.detach().to(device)
+    return nn.Parameter(copy, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else copy

@@ -96,7 +96,8 @@ def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Pla
     with ExitStack() as stack:
         stack.enter_context(state.no_collection())
         stack.enter_context(state.not_compiled())
-        abstract, target = state.is_abstract(call.root), state.device_of(call.leaves)
+        target = state.device_of(call.leaves)
+        abstract = state.is_abstract(call.root, target)
         mode = stack.enter_context(state.stand_ins(call.root, target)) if abstract else None
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode, target) for leaf in call.leaves]

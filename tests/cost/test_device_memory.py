@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipepart.cost import device_memory
-from pipepart.cost.device_memory import is_elsewhere, reserve_of, room_of, whole_fits
+from pipepart.cost.device_memory import reserve_of, room_of, stays_on_host, whole_fits
 from pipepart.devices import Memory
 
 GPU = torch.device("cuda", 1)
@@ -49,6 +49,6 @@ def test_a_model_fits_with_its_gradients_and_some_activations(monkeypatch: pytes
 
 
 def test_a_model_that_stays_on_the_host_is_found() -> None:
-    assert is_elsewhere(nn.Linear(2, 2), GPU)
-    assert not is_elsewhere(nn.Linear(2, 2), torch.device("cpu"))
-    assert not is_elsewhere(nn.Linear(2, 2, device="meta"), GPU)
+    assert stays_on_host(nn.Linear(2, 2), GPU)
+    assert not stays_on_host(nn.Linear(2, 2), torch.device("cpu"))
+    assert not stays_on_host(nn.Linear(2, 2, device="meta"), GPU)

@@ -44,6 +44,18 @@ def recorded_on(device: torch.device) -> Recording:
     return record(model, (x,))
 
 
+def test_a_model_that_stays_on_the_host_is_recorded_for_the_device_of_the_example() -> None:
+    model = Positions()
+    weight = model.layer.weight
+    with FakeTensorMode():
+        x = torch.zeros(3, 4, device=SECOND)
+    recording = record(model, (x,))
+    assert recording.device == SECOND
+    assert devices_in(recording) == {SECOND, torch.device("cpu")}
+    assert model.layer.weight is weight
+    assert recording.hash == recorded_on(FIRST).hash
+
+
 def devices_in(recording_or_chunk: object) -> set[torch.device]:
     graph = getattr(recording_or_chunk, "graph", None) or recording_or_chunk.module.graph  # type: ignore[attr-defined]
     return {a for node in graph.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.device)}

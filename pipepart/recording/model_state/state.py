@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from pipepart.devices import kept_draws
+from pipepart.devices import computes_on_host, kept_draws
 from pipepart.errors import CaptureError
 from pipepart.recording.model_state.places import CONTAINERS, is_plain_value, refill, same_items
 from pipepart.recording.model_state.reachable import OWN_NAMES
@@ -37,6 +37,7 @@ __all__ = [
     "preserved",
     "refuse_wrapped",
     "stand_ins",
+    "stays_on_host",
     "tensor_names",
 ]
 
@@ -261,9 +262,19 @@ def _same_draws() -> Iterator[None]:
 # ---------------------------------------------------------------- models without memory
 
 
-def is_abstract(root: nn.Module) -> bool:
-    """Return whether a module has parameters or buffers on the meta device, which have no memory."""
+def is_abstract(root: nn.Module, target: torch.device | None = None) -> bool:
+    """Return whether a module cannot be run on `target` (default: where it is): parts of it have no memory, or not there."""
+    if target is not None and stays_on_host(root, target):
+        return True
     return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
+
+
+def stays_on_host(root: nn.Module, target: torch.device) -> bool:
+    """Return whether the example is on an accelerator and all parameters are on the host, since they do not fit there."""
+    if computes_on_host(target):
+        return False
+    homes = {parameter.device.type for parameter in root.parameters()}
+    return homes == {"cpu"}
 
 
 def device_of(leaves: Iterable[Any]) -> torch.device:
