@@ -10,15 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
 from pipepart.build.job import Job
 from pipepart.build.links import OwnLinks, joined_links, measure_links
-from pipepart.cost.device_memory import Room, room_of
+from pipepart.cost.device_memory import Room, room_of, whole_fits
 from pipepart.devices import computes_on_host
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, GROUP_LINK, LOCAL_LINK, Handling, MeasuredLinks
-from pipepart.runtime import Mesh
+from pipepart.runtime import Groups, Mesh
 from pipepart.runtime.meeting import gather_objects
 
-__all__ = ["JobDevices", "devices_of_job", "joined_rooms"]
+__all__ = ["JobDevices", "devices_of_job", "joined_rooms", "place_model", "place_part"]
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,22 @@ def joined_rooms(rooms: Sequence[Room | None], mesh: Mesh) -> tuple[tuple[float,
     least = min(range(len(rooms)), key=of_rank.__getitem__)
     where = f" on rank {least}" if mesh.world_size > 1 else ""
     return tuple(min(of_rank[r] for r in mesh.copies(stage)) for stage in range(mesh.stages)), f"{rooms[least]}{where}"
+
+
+def place_model(root: nn.Module, device: torch.device, groups: Groups | None) -> bool:
+    """Move a model to the device of this rank before it is recorded, and return True.
+
+    If it does not fit on the device of some rank, it stays where it is on all ranks, and the result is False: it is then
+    recorded from shapes, measured op by op, and `place_part` moves what this rank keeps. All ranks must call it.
+    """
+    fits = whole_fits(root, device)
+    if groups is not None and not computes_on_host(device):
+        fits = all(gather_objects(fits, groups))
+    if fits:
+        place_part(root, device)
+    return fits
+
+
+def place_part(root: nn.Module, device: torch.device) -> None:
+    """Move the tensors of a model that have values. Those on the meta device, and of other stages, stay as they are."""
+    root._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

@@ -60,6 +60,26 @@ def test_a_stage_has_the_memory_of_its_smallest_device() -> None:
     assert joined_rooms([None, None], Mesh(1, 2)) == ((), "")
 
 
+def _fits(small: int) -> tuple[bool, bool]:
+    """Return whether a model was moved, and whether it is where that says; rank `small` has a small device."""
+    groups = Groups.create(Mesh(1, 2), timedelta(seconds=60))
+    room = Room(1000 if groups.rank == small else 10**9, 0, 0)
+    root = nn.ModuleList([nn.Linear(16, 16), nn.Linear(2, 2, device="meta")])
+    with (
+        mock.patch("pipepart.cost.device_memory.computes_on_host", return_value=False),
+        mock.patch("pipepart.cost.device_memory.room_of", return_value=room),
+        mock.patch.object(job_devices, "computes_on_host", return_value=False),
+    ):
+        fits = job_devices.place_model(root, torch.device("meta"), groups)  # meta stands in for an accelerator
+    return fits, all(parameter.is_meta for parameter in root.parameters()) == fits
+
+
+@pytest.mark.slow
+def test_a_model_stays_on_the_host_on_all_ranks_if_it_does_not_fit_on_one() -> None:
+    assert run_ranks(2, _fits, -1) == [(True, True)] * 2
+    assert run_ranks(2, _fits, 1) == [(False, True)] * 2
+
+
 class _Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
