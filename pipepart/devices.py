@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -43,6 +43,7 @@ __all__ = [
     "on_stream",
     "peak_memory_of",
     "pinned",
+    "read_together",
     "synchronize",
     "usable_autocast",
     "used_on",
@@ -281,6 +282,15 @@ def used_on(tensor: torch.Tensor, stream: torch.Stream | None) -> None:
     """Keep the memory of a tensor until `stream` has done the work that it has now, wherever the tensor is released."""
     if stream is not None:
         tensor.record_stream(stream)
+
+
+def read_together(scalars: Sequence[torch.Tensor], device: torch.device) -> list[Any]:
+    """Return the values of tensors without dimensions. The host waits once for an accelerator, not once for each."""
+    if computes_on_host(device) or len(scalars) < 2:
+        return [scalar.item() for scalar in scalars]
+    sizes = [scalar.element_size() for scalar in scalars]
+    raw = torch.cat([scalar.detach().reshape(1).view(torch.uint8) for scalar in scalars]).cpu().split(sizes)
+    return [part.clone().view(scalar.dtype).item() for part, scalar in zip(raw, scalars)]
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -35,6 +35,7 @@ from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
 from pipepart.runtime.program import StepRequest
 from pipepart.runtime.rendezvous import join_job, processes_on_this_host, world_size
+from pipepart.runtime.watcher import watch
 from pipepart.samples.batch_numbers import NOT_KNOWN_AHEAD, EqualWeights
 from pipepart.samples.pieces import pieces_of
 from pipepart.schedule import Timeline
@@ -57,7 +58,8 @@ class Pipeline:
 
     `module_or_step` is a module whose forward returns the loss, or a bound method of a module that returns it. The example
     has the shapes of a whole batch. Under `torchrun` every rank makes the same calls, and each replica uses the batch of
-    its first stage. `plan` is a plan or the path of its file.
+    its first stage. `plan` is a plan or the path of its file. `device` is the device of this rank, or its type; by default it
+    is the accelerator with the number of the process on its host, or the CPU.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Pipeline:
         randomness: Literal["op", "stage"] = "op",
         verify: bool = False,
         batch_dim: BatchDim = 0,
+        device: str | torch.device | None = None,
     ) -> None:
         options = Options.among(locals())
-        self._device = join_job(timedelta(seconds=timeout))
+        self._device = join_job(timedelta(seconds=timeout), device)
         mesh = fit_mesh(world_size(), options.stages, options.replicas)
         limit_threads(processes_on_this_host())
         groups = Groups.create(mesh, timedelta(seconds=timeout), self._device) if mesh.world_size > 1 else None
+        watch(groups)
         self._target = module_or_step
         with guarded(groups):  # no rank waits for one that has failed
             text = self._build(tuple(example_args), dict(example_kwargs or {}), options, mesh, groups)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipepart.devices import new_stream
 from pipepart.errors import PipelineError
 from pipepart.recording import BATCH, Chunk, Edge
 from pipepart.runtime.chunked_step import TailRun
@@ -20,6 +21,7 @@ from pipepart.runtime.microbatch import MicrobatchSizes
 from pipepart.runtime.randomness import RandomState, recomputing
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
+from pipepart.runtime.watching import Watching
 from pipepart.schedule import Action, Message, Schedule, messages_of
 
 __all__ = ["Executor", "PreparedBatch", "StageChunks", "StepWork"]
@@ -40,7 +42,11 @@ class StageChunks:
     recompute: frozenset[int]
     """Chunks that run their forward again before their backward."""
     transport: Transport | None
+    control: Transport | None
+    """The transport for plain values in host memory."""
     device: torch.device
+    watching: Watching | None = None
+    """The watch over this rank, which is told of each action."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +105,12 @@ class Executor:
     def __init__(self, stage: StageChunks) -> None:
         self._stage = stage
         self._known = Forms()
+        self._receiving = new_stream(stage.device) if stage.transport is not None else None
         self._channels: dict[int, tuple[Schedule, Mapping[tuple[int, int], tuple[Message, ...]]]] = {}
 
     def run(self, schedule: Schedule, work: StepWork) -> list[tuple[Any, ...]] | None:
         """Execute one step. Returns the flat outputs of every micro-batch on the stage of the last chunk."""
-        step = _StepRun(self._stage, schedule, work, self._channels_of(schedule), self._known)
+        step = _StepRun(self._stage, schedule, work, self._channels_of(schedule), self._known, self._receiving)
         actions, mean = schedule.actions[self._stage.stage], work.mean
         last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if mean is not None else {}
         with _collecting_later():
@@ -149,6 +156,7 @@ class _StepRun:
         work: StepWork,
         messages: Mapping[tuple[int, int], tuple[Message, ...]],
         known: Forms,
+        receiving: torch.Stream | None,
     ) -> None:
         self._stage, self._work, self._routes = stage, work, stage.routes
         self._trace, self._tail, self._context = work.trace, work.tail, work.context
@@ -163,8 +171,8 @@ class _StepRun:
         self._inbox: Inbox | None = None
         self._outbox: Outbox | None = None
         if expected or any(source == stage.stage for source, _ in messages):
-            assert stage.transport is not None
-            wire = Wire(stage.transport, stage.routes, known, stage.device, work.batch.forms)
+            assert stage.transport is not None and stage.control is not None
+            wire = Wire(stage.transport, stage.control, stage.routes, known, stage.device, work.batch.forms, receiving)
             self._inbox, self._outbox = Inbox(wire, expected, self._gradient_specs), Outbox(wire)
 
     def perform(self, action: Action) -> None:
@@ -175,6 +183,8 @@ class _StepRun:
                 f"the schedule has the action {action} of the kind {action.kind!r}; expected one of {list(self._handlers)}. "
                 "Use a schedule with these kinds only."
             )
+        if self._stage.watching is not None:
+            self._stage.watching.at(str(action))
         if self._work.seed is not None:
             self._work.seed(action.microbatch)
         handler(action)
