@@ -20,7 +20,7 @@ from pipepart.build import Example, Job, Recorded, Step, add_step, build
 from pipepart.build.batch_verdict import SamplesMeet
 from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
 from pipepart.build.verification import verification
-from pipepart.devices import limit_threads
+from pipepart.devices import limit_threads, move_module, to_device
 from pipepart.errors import PlanError
 from pipepart.options import Options
 from pipepart.planning import Plan
@@ -114,7 +114,7 @@ class Pipeline:
     ) -> str:
         """Record on the first micro-batch, agree on a plan and keep the stage of this rank; return the text on samples."""
         root = _root_of(self._target)
-        root.to(self._device)
+        move_module(root, self._device)
         self._batch = trees.moved((args, kwargs), self._device)
         self._job = Job(root, options, mesh, groups, self._device, call=True)
         training: list[Recording] = []
@@ -302,7 +302,7 @@ class Pipeline:
         return leaves_ahead(self._flattener(*call), self._runtime.recording(name), self.plan.microbatches)
 
     def _on_device(self, leaves: list[Any]) -> list[Any]:
-        return [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return [to_device(leaf, self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     @torch.enable_grad()
     def _add(self, variants: Variants, step: str) -> None:

@@ -150,7 +150,9 @@ class Parts:
                 if not here:
                     fill_in(parameter, values.to(device))
                 elif values.device != device:
-                    parameter.data = values.to(device)
+                    gradient = parameter.grad
+                    fill_in(parameter, values.to(device))
+                    parameter.grad = None if gradient is None else gradient.to(device)
             self._make_buffers_whole(self._groups, device)
         self.whole = True
 

@@ -240,7 +240,7 @@ class Program:
         if self._groups is None or self._control is None:
             assert merged is not None
             return merged
-        described = _described(merged, self._device) if merged is not None else None
+        described = _described(merged) if merged is not None else None
         described = share(described, self._groups, self._control, self._last)
         if merged is not None and not everywhere:
             return merged
@@ -268,10 +268,10 @@ class _Separate(list):
     """The values of one output for each micro-batch. They stay on the last stage."""
 
 
-def _described(values: Sequence[Any], device: torch.device) -> list[tuple[Any, ...]]:
+def _described(values: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return the descriptions of outputs for other stages: the value if it is small, the form if it is a tensor."""
     tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dim() == 0]
-    scalars = iter(read_together(tensors, device))
+    scalars = iter(read_together(tensors))
     found: list[tuple[Any, ...]] = []
     for value in values:
         if isinstance(value, _Separate):
