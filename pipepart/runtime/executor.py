@@ -16,13 +16,13 @@ from pipepart.recording import BATCH, Chunk, Edge
 from pipepart.runtime.chunked_step import TailRun
 from pipepart.runtime.deferred import WeightWork, deferring
 from pipepart.runtime.gradients import ReplicaMean
-from pipepart.runtime.mailbox import Forms, Inbox, Outbox, Routes, TensorSpec, Wire
+from pipepart.runtime.mailbox import Forms, Inbox, Outbox, PlannedInbox, Routes, TensorSpec, Wire
 from pipepart.runtime.microbatch import MicrobatchSizes
 from pipepart.runtime.randomness import RandomState, recomputing
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
 from pipepart.runtime.watching import Watching
-from pipepart.schedule import Action, Message, Schedule, messages_of
+from pipepart.schedule import Action, Message, Messages, Schedule, messages_of, receives_due
 
 __all__ = ["Executor", "PreparedBatch", "StageChunks", "StepWork"]
 
@@ -106,11 +106,11 @@ class Executor:
         self._stage = stage
         self._known = Forms()
         self._receiving = new_stream(stage.device) if stage.transport is not None else None
-        self._channels: dict[int, tuple[Schedule, Mapping[tuple[int, int], tuple[Message, ...]]]] = {}
+        self._messages: dict[int, tuple[Schedule, Messages]] = {}
 
     def run(self, schedule: Schedule, work: StepWork) -> list[tuple[Any, ...]] | None:
         """Execute one step. Returns the flat outputs of every micro-batch on the stage of the last chunk."""
-        step = _StepRun(self._stage, schedule, work, self._channels_of(schedule), self._known, self._receiving)
+        step = _StepRun(self._stage, schedule, work, self._messages_of(schedule), self._known, self._receiving)
         actions, mean = schedule.actions[self._stage.stage], work.mean
         last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if mean is not None else {}
         with _collecting_later():
@@ -124,14 +124,13 @@ class Executor:
             step.finish()
         return step.outputs if self._stage.last in self._stage.chunks else None
 
-    def _channels_of(self, schedule: Schedule) -> Mapping[tuple[int, int], tuple[Message, ...]]:
+    def _messages_of(self, schedule: Schedule) -> Messages:
         """Return the messages of each pair of stages in order. They are computed once for each schedule."""
-        if id(schedule) not in self._channels:
+        if id(schedule) not in self._messages:
             routes = self._stage.routes
             backward = frozenset() if schedule.forward_only else routes.backward_pairs
-            messages = messages_of(schedule, frozenset(routes.forward), backward)
-            self._channels[id(schedule)] = (schedule, messages.channels)
-        return self._channels[id(schedule)][1]
+            self._messages[id(schedule)] = (schedule, messages_of(schedule, frozenset(routes.forward), backward))
+        return self._messages[id(schedule)][1]
 
 
 @contextmanager
@@ -154,7 +153,7 @@ class _StepRun:
         stage: StageChunks,
         schedule: Schedule,
         work: StepWork,
-        messages: Mapping[tuple[int, int], tuple[Message, ...]],
+        messages: Messages,
         known: Forms,
         receiving: torch.Stream | None,
     ) -> None:
@@ -167,13 +166,19 @@ class _StepRun:
         self._local_gradients: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self.outputs: list[tuple[Any, ...]] = [()] * schedule.microbatches
         self._handlers = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
-        expected = {source: found for (source, target), found in messages.items() if target == stage.stage}
+        channels = messages.channels
+        expected = {source: found for (source, target), found in channels.items() if target == stage.stage}
         self._inbox: Inbox | None = None
         self._outbox: Outbox | None = None
-        if expected or any(source == stage.stage for source, _ in messages):
+        if expected or any(source == stage.stage for source, _ in channels):
             assert stage.transport is not None and stage.control is not None
             wire = Wire(stage.transport, stage.control, stage.routes, known, stage.device, work.batch.forms, receiving)
-            self._inbox, self._outbox = Inbox(wire, expected, self._gradient_specs), Outbox(wire)
+            self._outbox = Outbox(wire)
+            if stage.transport.ahead is None:
+                due = tuple(receives_due(messages.program[stage.stage]).values())
+                self._inbox = PlannedInbox(wire, expected, self._gradient_specs, due)
+            else:
+                self._inbox = Inbox(wire, expected, self._gradient_specs)
 
     def perform(self, action: Action) -> None:
         """Execute one compute action, with the receives before it and the sends after it."""

@@ -18,7 +18,7 @@ from pipepart.recording import BATCH, Chunk, Edge
 from pipepart.runtime.transport import Pending, Transport
 from pipepart.schedule import Message
 
-__all__ = ["Forms", "Inbox", "Outbox", "Routes", "TensorSpec", "ValueSpec", "Wire"]
+__all__ = ["Forms", "Inbox", "Outbox", "PlannedInbox", "Routes", "TensorSpec", "ValueSpec", "Wire"]
 
 _MAX_DIMS = 15  # of a tensor whose shape depends on the data: its shape travels in front of it as 16 numbers
 
@@ -194,6 +194,7 @@ class Inbox:
         self._waiting = {source: deque(messages) for source, messages in expected.items()}
         self._posted: dict[Message, _Arrival] = {}
         self._posted_from = dict.fromkeys(self._waiting, 0)
+        self._ahead = wire.transport.ahead or 0
         self._behind: set[int] = set()
         for source in self._waiting:
             self._post_ahead(source)
@@ -214,7 +215,7 @@ class Inbox:
             self._post_ahead(self._behind.pop())
 
     def _post_ahead(self, source: int) -> None:
-        while self._waiting[source] and self._posted_from[source] < self._wire.transport.ahead:
+        while self._waiting[source] and self._posted_from[source] < self._ahead:
             if not self._post(source, may_block=False):
                 return
 
@@ -259,6 +260,51 @@ class Inbox:
     def _read_shape(self, spec: TensorSpec, message: Message, source: int) -> TensorSpec:
         header = self._read(_MAX_DIMS + 1, torch.int64, message, source).tolist()
         return TensorSpec(tuple(header[1 : 1 + header[0]]), spec.dtype)
+
+
+class PlannedInbox(Inbox):
+    """Receives in the order of the plan, for devices on which a transfer can hold up the work behind it.
+
+    Before each action, the receives are posted that one run of the whole schedule puts in front of it. A message of one tensor
+    is posted earlier, as soon as all messages of its channel before it were taken: it can start at once.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        expected: Mapping[int, Sequence[Message]],
+        gradient_specs: Callable[[Message], tuple[ValueSpec, ...] | None],
+        due: Sequence[Sequence[Message]],
+    ) -> None:
+        """`due`: for each action of the stage the messages whose receives are posted before it."""
+        self._due = deque(due)
+        super().__init__(wire, expected, gradient_specs)
+        self.post_ahead()
+
+    def take(self, message: Message) -> list[Any]:
+        values = super().take(message)
+        self._post_ahead(self._wire.routes.placement[message.source])
+        return values
+
+    def post_ahead(self) -> None:
+        """Post the receives that the plan puts in front of the next action. Called after each action."""
+        for message in self._due.popleft() if self._due else ():
+            source = self._wire.routes.placement[message.source]
+            while message in self._waiting[source]:
+                self._post(source, may_block=True)
+
+    def _post_ahead(self, source: int) -> None:
+        if not self._waiting[source] or self._posted_from[source]:
+            return
+        message, routes = self._waiting[source][0], self._wire.routes
+        forward = message.payload == "F"
+        edges = (
+            routes.forward[message.source, message.target]
+            if forward
+            else routes.gradients[message.target, message.source]
+        )
+        if len(edges) == 1:
+            self._post(source, may_block=False)
 
 
 class _Arrival:

@@ -218,7 +218,7 @@ _DONE = _Done()
 class SharedMemoryTransport:
     """`Transport` for the CPU processes of one replica on one host. All of its ranks create it together."""
 
-    ahead = 2
+    ahead: int | None = 2
 
     def __init__(self, groups: Groups, timeout: float) -> None:
         self._stage = groups.stage

@@ -48,8 +48,8 @@ class Pending(Protocol):
 class Transport(Protocol):
     """One ordered channel for each ordered pair of stages: messages arrive in the order of their sends."""
 
-    ahead: int
-    """The number of messages of each channel whose receives may be posted before they are needed."""
+    ahead: int | None
+    """The messages of each channel whose receives are posted before they are needed; None: receives follow the plan."""
 
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Prepare the channels from stage to stage. All stages of the replica must call it together."""
@@ -71,7 +71,7 @@ class Transport(Protocol):
 class GroupTransport:
     """Transfers of tensors in host memory by `torch.distributed`."""
 
-    ahead = 2
+    ahead: int | None = 2
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -98,10 +98,11 @@ class DeviceTransport:
     for all of them, and one that is made at its first use makes the host wait for the other end. So all of them are made at
     set-up, in the same order on all ranks.
 
-    One receive is posted ahead: a second one would wait for the first in the queue of the device, and all work behind it.
+    Receives are posted in the order of the plan. On a device with few queues a transfer that waits for the one before it
+    holds up all work behind it, so no fixed number of receives ahead is safe (`pipepart.schedule.channel_programs`).
     """
 
-    ahead = 1
+    ahead: int | None = None
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
