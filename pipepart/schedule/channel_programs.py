@@ -18,7 +18,18 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from pipepart.schedule.actions import COMPUTE, Action, Message, Schedule
-from pipepart.schedule.channel_rules import RULES, Compute, Control, Entry, HostWait, Order, Post, Stuck, Sync, check_posts
+from pipepart.schedule.channel_rules import (
+    RULES,
+    Compute,
+    Control,
+    Entry,
+    HostWait,
+    Order,
+    Post,
+    Stuck,
+    Sync,
+    check_posts,
+)
 from pipepart.schedule.messages import Messages
 
 __all__ = ["channel_programs", "check_channels", "receives_due", "set_up_posts"]
@@ -58,16 +69,18 @@ def check_channels(
     ahead: int | None = None,
     *,
     tensors: Mapping[Kind, int] | None = None,
+    forms: Sequence[int] | None = None,
     rules: Sequence[str] = RULES,
 ) -> Stuck | None:
     """Return what hangs if a schedule runs with these messages on devices, or None if all its transfers end.
 
-    `tensors`: the number of tensors in a message by payload, source chunk and target chunk, if it is not 1.
+    `tensors`: the number of tensors in a message by payload, source chunk and target chunk, if it is not 1; `forms`: for
+    each micro-batch a number for the shapes of its leaves, if they differ.
 
     Looks at the worst case: two steps, the first with forms that no receiver knows, and an op in every forward for which
     the host waits. A job whose host waits less often ends whenever this one does.
     """
-    programs = channel_programs(schedule, messages, ahead=ahead, tensors=tensors, host_waits=True)
+    programs = channel_programs(schedule, messages, ahead=ahead, tensors=tensors, forms=forms, host_waits=True)
     found = (check_posts(programs, rule) for rule in rules)
     return next((stuck for stuck in found if stuck is not None), None)
 
@@ -78,12 +91,14 @@ def channel_programs(
     *,
     ahead: int | None = None,
     tensors: Mapping[Kind, int] | None = None,
+    forms: Sequence[int] | None = None,
     steps: int = 2,
     host_waits: bool = False,
 ) -> list[list[Entry]]:
     """Return the program of each host: set-up and some steps, of which the first has new forms.
 
-    `host_waits`: an op in every forward makes the host wait for the device.
+    `host_waits`: an op in every forward makes the host wait for the device. The other arguments are those of
+    `check_channels`.
     """
     uses: defaultdict[tuple[str, int, int], list[Message]] = defaultdict(list)
     for channel in messages.channels.values():
@@ -93,7 +108,7 @@ def channel_programs(
         found.sort(key=lambda message: message.source)
     programs = []
     for stage in range(schedule.stages):
-        host = _Host(stage, schedule, messages, uses, ahead, tensors or {}, host_waits)
+        host = _Host(stage, schedule, messages, uses, ahead, tensors or {}, forms, host_waits)
         for _ in range(steps):
             host.step()
         programs.append(host.entries)
@@ -111,17 +126,19 @@ class _Host:
         uses: Mapping[tuple[str, int, int], Sequence[Message]],
         ahead: int | None,
         tensors: Mapping[Kind, int],
+        forms: Sequence[int] | None,
         host_waits: bool,
     ) -> None:
         self._home, self._uses, self._tensors = schedule.placement, uses, tensors
+        self._forms = forms or (0,) * schedule.microbatches
         self._ahead, self._planned, self._host_waits = ahead or 1, ahead is None, host_waits
         self._program = messages.program[stage]
         self._due = receives_due(self._program)
         self._expected = {source: found for (source, target), found in messages.channels.items() if target == stage}
         self.entries = set_up_posts(stage, messages.channels)
         self._count = sum(isinstance(entry, Post) for entry in self.entries)
-        self._known: set[tuple[str, int, int]] = set()
-        """The pairs of chunks (and the end) whose form was sent or received."""
+        self._known: set[tuple[str, int, int, int]] = set()
+        """The end, the pairs of chunks and the form of micro-batches whose form was sent or received."""
         self._control: defaultdict[tuple[str, int], int] = defaultdict(int)
 
     def step(self) -> None:
@@ -147,8 +164,8 @@ class _Host:
                 source = self._home[message.source]
                 self._open[source] -= 1
                 behind.add(source)
-            if self._planned:
-                self._post_ahead(behind)
+                if self._planned:
+                    self._post_ahead(behind)
             self.entries.append(Compute(action))
             if action.kind == "F":
                 self._forwarded.add((action.chunk, action.microbatch))
@@ -172,8 +189,11 @@ class _Host:
     def _size(self, message: Message) -> int:
         return self._tensors.get((message.payload, message.source, message.target), 1)
 
+    def _form(self, kind: str, message: Message) -> tuple[str, int, int, int]:
+        return kind, message.source, message.target, self._forms[message.microbatch]
+
     def _tell_form(self, kind: str, message: Message, peer: int) -> None:
-        key = (kind, message.source, message.target)
+        key = self._form(kind, message)
         if key not in self._known:
             self._known.add(key)
             self.entries.append(Control(kind, peer, self._control[kind, peer]))
@@ -196,7 +216,7 @@ class _Host:
             while self._waiting[source] and self._open[source] < self._ahead:
                 message = self._waiting[source][0]
                 if message.payload == "F":
-                    known = ("recv", message.source, message.target) in self._known
+                    known = self._form("recv", message) in self._known
                 else:
                     known = (message.target, message.microbatch) in self._forwarded
                 if not known or (self._planned and self._size(message) > 1):

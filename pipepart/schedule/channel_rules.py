@@ -25,23 +25,14 @@ from dataclasses import dataclass, field
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Action
 
-__all__ = [
-    "RULES",
-    "Compute",
-    "Control",
-    "Entry",
-    "HostWait",
-    "Order",
-    "Post",
-    "StuckRank",
-    "Stuck",
-    "Sync",
-    "Wait",
-    "check_posts",
-]
+__all__ = ["RULES", "Compute", "Control", "Entry", "HostWait", "Order", "Post", "Stuck", "Sync", "check_posts"]
 
 RULES = ("lazy", "eager", "one_queue")
-_NAMES = {"lazy": "communicators made at first use", "eager": "communicators made before", "one_queue": "one hardware queue"}
+_NAMES = {
+    "lazy": "communicators made at first use",
+    "eager": "communicators that exist",
+    "one_queue": "one hardware queue",
+}
 
 Pair = tuple[int, int]
 
