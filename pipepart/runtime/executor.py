@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipepart.devices import new_stream
-from pipepart.errors import PipelineError
+from pipepart.errors import PipelineError, PlanError
 from pipepart.recording import BATCH, Chunk, Edge
 from pipepart.runtime.chunked_step import TailRun
 from pipepart.runtime.deferred import WeightWork, deferring
@@ -22,7 +22,7 @@ from pipepart.runtime.randomness import RandomState, recomputing
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
 from pipepart.runtime.watching import Watching
-from pipepart.schedule import Action, Message, Messages, Schedule, messages_of, receives_due
+from pipepart.schedule import Action, Message, Messages, Schedule, check_channels, messages_of, receives_due
 
 __all__ = ["Executor", "PreparedBatch", "StageChunks", "StepWork"]
 
@@ -129,8 +129,22 @@ class Executor:
         if id(schedule) not in self._messages:
             routes = self._stage.routes
             backward = frozenset() if schedule.forward_only else routes.backward_pairs
-            self._messages[id(schedule)] = (schedule, messages_of(schedule, frozenset(routes.forward), backward))
+            messages = messages_of(schedule, frozenset(routes.forward), backward)
+            if self._stage.transport is not None and self._stage.transport.ahead is None:
+                self._check_channels(schedule, messages)
+            self._messages[id(schedule)] = (schedule, messages)
         return self._messages[id(schedule)][1]
+
+    def _check_channels(self, schedule: Schedule, messages: Messages) -> None:
+        """Refuse a schedule whose transfers would hang on devices. All ranks come to the same result."""
+        routes = self._stage.routes
+        tensors = {("F", *pair): len(edges) for pair, edges in routes.forward.items()}
+        tensors |= {("B", b, a): len(edges) for (a, b), edges in routes.gradients.items()}
+        stuck = check_channels(schedule, messages, tensors=tensors)
+        if stuck is not None:
+            raise PlanError(
+                f"the schedule {schedule.name!r} would hang on devices:\n{stuck.describe()}\nUse another schedule."
+            )
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
@@ -92,8 +92,14 @@ class HostLog:
 class LoggedTransport:
     """Matches sends and receives in memory and logs them: as transfers of a device, or as messages in host memory."""
 
-    def __init__(self, log: HostLog, lines: Lines, kind: str) -> None:
-        self.log, self._lines, self.kind = log, lines, kind
+    def __init__(self, log: HostLog, lines: Lines, kind: str, ahead: int | None = None) -> None:
+        self.log, self._lines, self.kind, self.ahead = log, lines, kind, ahead
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: lines are made when they are used, and `set_up_posts` stands for the communicators."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def send(self, tensor: torch.Tensor, target: int) -> Pending:
         self._lines[self.kind, self.log.stage, target].values.put(tensor.detach().clone())

@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from pipepart.recording import Chunk, Recording, op_of, record, split
-from pipepart.runtime.executor import Executor, PreparedBatch, StepWork
+from pipepart.runtime.executor import Executor, PreparedBatch, StageChunks, StepWork
 from pipepart.runtime.mailbox import Routes
 from pipepart.runtime.microbatch import MicrobatchSizes
 from pipepart.schedule import Schedule, make_schedule, messages_of
-from pipepart.schedule.channel_programs import receives_due, set_up_posts
+from pipepart.schedule.channel_programs import set_up_posts
 from pipepart.schedule.channel_rules import Compute, Entry, Sync
-from support.executor_form import current, posting_receives, stage_chunks
-from support.logged_transport import HostLog, Lines
+from support.logged_transport import HostLog, Lines, LoggedTransport
 
 __all__ = ["Case", "Recorded", "grid", "record_posts", "with_host_waits"]
 
@@ -103,17 +102,17 @@ def record_posts(case: Case, posting: int | str) -> Recorded:
 
     def run(log: HostLog) -> None:
         try:
-            current.due = receives_due(messages.program[log.stage])
-            _run_stage(case, schedule, routes, recording, chunks, log, lines)
+            _run_stage(
+                case, schedule, routes, recording, chunks, log, lines, None if posting == "planned" else int(posting)
+            )
         except BaseException as failure:
             failures.append(failure)
 
     threads = [threading.Thread(target=run, args=(log,)) for log in logs]
-    with posting_receives(posting):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if failures:
         raise failures[0]
     return Recorded(case, schedule, routes, tuple(log.program() for log in logs))
@@ -127,10 +126,14 @@ def _run_stage(
     chunks: Sequence[Chunk],
     log: HostLog,
     lines: Lines,
+    ahead: int | None,
 ) -> None:
     own = {chunk.index: chunk for chunk in chunks if schedule.placement[chunk.index] == log.stage}
     assert recording.loss_index is not None
-    runner = Executor(stage_chunks(log, lines, own, len(chunks) - 1, routes, {"loss": recording.loss_index}))
+    device, control = (LoggedTransport(log, lines, kind, ahead) for kind in ("device", "control"))
+    roots, recompute, cpu = {"loss": recording.loss_index}, frozenset[int](), torch.device("cpu")
+    last_chunk = len(chunks) - 1
+    runner = Executor(StageChunks(log.stage, own, last_chunk, routes, roots, recompute, device, control, cpu))
     first, last, count = schedule.placement[0], schedule.placement[-1], schedule.microbatches
     sizes = [2 + (case.uneven and k < count // 2) for k in range(count)]
     leaves = [dict(zip((i.name for i in recording.inputs), _batch(size))) for size in sizes]
