@@ -17,6 +17,7 @@ from typing import Any
 from support.standin.build import built_library, compile_seconds, unavailable
 
 __all__ = [
+    "built_library",
     "compile_seconds",
     "counting",
     "enable",
@@ -24,6 +25,7 @@ __all__ = [
     "keep_stacks",
     "races",
     "raise_races",
+    "reset_all",
     "reset_host_waits",
     "reset_races",
     "set_memory",
@@ -31,6 +33,8 @@ __all__ = [
     "unavailable",
 ]
 
+_TYPE = 20
+"""The number of the device type that torch keeps for devices from outside (PrivateUse1)."""
 _stacks: list[str] = []
 _callback: Any = None
 
@@ -58,6 +62,10 @@ def enable() -> None:
     torch.utils.rename_privateuse1_backend("standin")
     torch._register_device_module("standin", make_module(library))
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    if torch.distributed.is_available():
+        from support.standin.process_group import register_group
+
+        register_group()
 
 
 def host_waits() -> list[str]:
@@ -112,6 +120,19 @@ def reset_races() -> None:
 def raise_races(raise_them: bool = True) -> None:
     """Raise at a race (as it is from the start), or only keep it in the list."""
     _library().standin_raise_races(int(raise_them))
+
+
+def reset_all() -> None:
+    """Waits, races, memory sizes and current streams as they were at the start of the process."""
+    import torch
+
+    reset_host_waits()
+    reset_races()
+    raise_races()
+    keep_stacks(False)
+    set_memory(1 << 30)
+    for index in range(_library().standin_device_count()):
+        torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=index, device_type=_TYPE))
 
 
 def set_memory(bytes_: int, device: int | None = None) -> None:
