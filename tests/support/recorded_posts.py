@@ -162,17 +162,26 @@ def _share(log: HostLog, source: int, stages: int) -> None:
 
 
 class _Net(nn.Module):
-    """A linear layer for each chunk. With skips, a layer uses two results before it, and the loss an early one."""
+    """A linear layer for each chunk.
+
+    With skips, a layer uses two results before it, every second layer sends two tensors to the next, and the loss uses an
+    early result.
+    """
 
     def __init__(self, layers: int, skips: bool) -> None:
         super().__init__()
         self.layers, self.skips = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers)), skips
+        self.gates = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers - 1 if skips else 0))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         seen: list[torch.Tensor] = []
+        gate: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             seen.append(x)
-            x = layer(x + seen[index - 1] if self.skips and index > 1 else x)
+            x = x + seen[index - 1] if self.skips and index > 1 else x
+            x = x if gate is None else x + gate
+            gate = self.gates[index](x) if self.skips and index % 2 == 0 and index < len(self.gates) else None
+            x = layer(x)
         x = x + seen[1] if self.skips else x
         return (x - y).pow(2).mean()
 
@@ -185,10 +194,9 @@ def _batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _chunks(count: int, skips: bool) -> tuple[Recording, tuple[Chunk, ...]]:
     """Return a recorded model and its chunks, one for each layer. Sums belong to the layer after them."""
     recording = record(_Net(count, skips), _batch(2))
-    layers = [op.module for node in recording.ops if (op := op_of(node)).module.startswith("layers.")]
-    chunk_of, ahead = [], 0
-    for node in recording.ops:
-        chunk_of.append(min(ahead, count - 1))
-        ahead += op_of(node).module.startswith("layers.")
-    assert len(layers) == count
-    return recording, split(recording, chunk_of, count)
+    chunk_of, later = [], count - 1
+    for node in reversed(recording.ops):
+        name, _, number = op_of(node).module.partition(".")
+        later = int(number) if name in ("layers", "gates") else later
+        chunk_of.append(later)
+    return recording, split(recording, chunk_of[::-1], count)
