@@ -252,7 +252,9 @@ class Program:
             elif kind == "plain":
                 outputs.append(content[0])
             elif kind == "scalar":  # the description contains its value
-                outputs.append(torch.tensor(content[0], dtype=content[1], device=self._device))
+                outputs.append(
+                    torch.full((), content[0], dtype=content[1], device=self._device)
+                )  # no copy from the host
             elif everywhere:
                 buffer = (
                     torch.empty(content[0], dtype=content[1], device=self._device) if own is None else own.contiguous()

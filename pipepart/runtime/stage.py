@@ -23,7 +23,7 @@ from pipepart.runtime.parts import Ownership, Parts
 from pipepart.runtime.program import Program, StepRequest, StepResult
 from pipepart.runtime.randomness import OpSeeds
 from pipepart.runtime.tracing import Trace, TraceBoard, TracePolicy
-from pipepart.runtime.transport import GroupTransport, Transport, choose_transport, control_transport, share
+from pipepart.runtime.transport import DeviceTransport, GroupTransport, Transport, choose_transport, control_of, share
 from pipepart.samples import Weighed
 from pipepart.samples.batch_numbers import DIFFERENT_RECORDINGS, EqualWeights, Window
 from pipepart.schedule import Timeline
@@ -120,8 +120,9 @@ class StageRuntime:
         with guarded(groups):
             if groups is not None and plan.stages > 1:
                 transport = choose_transport(options.transport, groups, self.device, options.timeout)
-                transports = transport, control_transport(transport, groups, options.timeout)
+                transports = transport, control_of(transport)
             self.parameters = StageParameters(self.root, self.ownership, groups, self.device)
+        self._transport = transports[0] if transports is not None else None
         released_with(self, _close, transports or (), self.parameters.sync.groups)
         one_clock = transports is None or not isinstance(transports[1], GroupTransport)
         self.traces = TraceBoard(plan.stages, groups, options.timeout, one_clock)
@@ -148,6 +149,11 @@ class StageRuntime:
         """Apply the plan to another recorded step of the same model, for example an evaluation."""
         chunk_of = transfer(self.graph, self.plan.chunk_of, op_graph(step.recording), len(self.plan.placement))
         self.steps.add(step.name, chunk_step(step, chunk_of, self._inputs))
+
+    def end_set_up(self) -> None:
+        """Note that steps which are added from now on may be added by one replica alone."""
+        if isinstance(self._transport, DeviceTransport):
+            self._transport.seal()
 
     def drop(self, name: str) -> None:
         """Remove a recorded step."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pipepart.devices import computes_on_host, device_backend
 from pipepart.errors import ConfigError
 from pipepart.runtime.leaving import release_groups
-from pipepart.runtime.mesh import Groups, unbound
+from pipepart.runtime.mesh import Groups, own_group
 from pipepart.runtime.signing import signed, verified
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "Transport",
     "broadcast",
     "choose_transport",
-    "control_transport",
+    "control_of",
     "share",
 ]
 
@@ -104,40 +104,67 @@ class DeviceTransport:
 
     ahead: int | None = None
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    def __init__(self, groups: Groups, control: Transport) -> None:
+        """`control`: the transport in host memory, for channels that are found to be needed after set-up."""
+        self._groups, self.control = groups, control
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._sealed = False
 
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Make the channels from stage to stage that do not exist yet. All stages of the replica must call it together."""
+        """Make the channels from stage to stage that do not exist yet. All ranks of the job must call it together.
+
+        After `seal`, it makes none: a step that is recorded later may be recorded by one replica alone. Messages between
+        stages without a channel go through host memory, which is slow.
+        """
         groups = self._groups
-        for pair in sorted(set(pairs) - set(self._channels)):
-            if groups.stage not in pair:
+        for source, target in sorted(set(pairs) - set(self._channels)) if not self._sealed else ():
+            ranks = [
+                sorted((groups.mesh.rank(replica, source), groups.mesh.rank(replica, target)))
+                for replica in range(groups.mesh.replicas)
+            ]
+            limit = timedelta(seconds=groups.timeout)
+            made = own_group(groups.rank, ranks, limit, f"{groups.device.type}:{device_backend(groups.device)}")
+            if made is None:
                 continue
-            ranks = sorted(groups.rank_of_stage(stage) for stage in pair)
-            with unbound():
-                self._channels[pair] = dist.new_group(
-                    ranks,
-                    timeout=timedelta(seconds=groups.timeout),
-                    backend=f"{groups.device.type}:{device_backend(groups.device)}",
-                    use_local_synchronization=True,
-                )
-            groups.watch_over(self._channels[pair])
+            self._channels[source, target] = made
+            groups.watch_over(made)
             first = torch.zeros(1, device=groups.device)
-            source, target = pair
             (self.send(first, target) if groups.stage == source else self.recv(first, source)).wait()
 
+    def seal(self) -> None:
+        """End set-up: from now on, no channels are made."""
+        self._sealed = True
+
     def send(self, tensor: torch.Tensor, target: int) -> Pending:
-        group = self._channels[self._groups.stage, target]
+        group = self._channels.get((self._groups.stage, target))
+        if group is None:
+            return self.control.send(tensor.cpu(), target)
         return _started(dist.isend(_sendable(tensor), self._groups.rank_of_stage(target), group=group))
 
     def recv(self, tensor: torch.Tensor, source: int) -> Pending:
-        group = self._channels[source, self._groups.stage]
+        group = self._channels.get((source, self._groups.stage))
+        if group is None:
+            return _ThroughHost(self.control, tensor, source)
         return _started(dist.irecv(_sendable(tensor), self._groups.rank_of_stage(source), group=group))
 
     def close(self) -> None:
         release_groups(self._channels.values())
         self._channels = {}
+
+
+class _ThroughHost:
+    """A receive of a tensor on a device through host memory."""
+
+    def __init__(self, control: Transport, tensor: torch.Tensor, source: int) -> None:
+        self._tensor, self._here = tensor, torch.empty_like(tensor, device="cpu")
+        self._pending = control.recv(self._here, source)
+
+    def is_completed(self) -> bool:
+        return False  # not before it was copied
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._tensor.copy_(self._here)
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,15 +202,13 @@ def choose_transport(name: str, groups: Groups, device: torch.device, timeout: f
             f"{'several hosts' if on_host else 'one host'}. Use transport='auto'."
         )
     if not on_host:
-        return DeviceTransport(groups)
+        return DeviceTransport(groups, choose_transport("auto", groups, torch.device("cpu"), timeout))
     return SharedMemoryTransport(groups, timeout) if together else GroupTransport(groups)
 
 
-def control_transport(transport: Transport, groups: Groups, timeout: float) -> Transport:
-    """Return the transport for plain values beside `transport`. Every rank of the replica must call it."""
-    if not isinstance(transport, DeviceTransport):
-        return transport
-    return choose_transport("auto", groups, torch.device("cpu"), timeout)
+def control_of(transport: Transport) -> Transport:
+    """Return the transport for plain values in host memory that belongs to `transport`."""
+    return transport.control if isinstance(transport, DeviceTransport) else transport
 
 
 def share(value: Any, groups: Groups, control: Transport, source: int) -> Any:
