@@ -213,6 +213,42 @@ def test_posts_and_waits_order_streams() -> None:
     assert sent[2] == received[2] == 6.0
 
 
+def _device_wait() -> float:
+    """Rank 1 sends late. Waiting for the whole device waits for the receive as well."""
+    if dist.get_rank() == 1:
+        work = dist.isend(_tensor(5.0), 0)
+        time.sleep(0.3)
+        second = dist.isend(_tensor(6.0), 0)
+        work.wait(), second.wait()
+        return 6.0
+    got = _empty(1)
+    dist.irecv(_empty(1), 1)
+    dist.irecv(got, 1)
+    torch.accelerator.synchronize()
+    return got.item()
+
+
+def test_waiting_for_the_device_waits_for_its_messages() -> None:
+    assert run_standin(_device_wait, ranks=2) == [6.0, 6.0]
+
+
+def _subgroups() -> list[float]:
+    """Groups of an eager one are eager as well; the rank that is not a member makes nothing."""
+    rank, got = dist.get_rank(), []
+    for members in ([0, 1], [1, 2], [0, 1, 2]):
+        group = dist.new_group(members)
+        if rank in members:
+            x = _tensor(float(rank + 1))
+            dist.all_reduce(x, group=group)
+            got.append(x.item())
+    return got
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_groups_of_some_of_the_ranks(eager: bool) -> None:
+    assert run_standin(_subgroups, ranks=3, eager=eager) == [[3.0, 6.0], [3.0, 5.0, 6.0], [5.0, 6.0]]
+
+
 def _abort_by_a_watcher(at_first_use: bool) -> tuple[float, str]:
     """Rank 0 waits for what never comes; a thread aborts the group after half a second."""
     if dist.get_rank() == 1:
