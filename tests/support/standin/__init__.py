@@ -132,6 +132,7 @@ def reset_all() -> None:
     keep_stacks(False)
     set_memory(1 << 30)
     for index in range(_library().standin_device_count()):
+        _library().standin_reset_peak(index)
         torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=index, device_type=_TYPE))
 
 

@@ -74,9 +74,18 @@ def _folder() -> Path:
 
 
 def _cache() -> Path:
-    """Not the cache of the tests, which is new for each run."""
+    """Not the cache of the tests, which is new for each run. Nobody else may write into it."""
     given = os.environ.get("STANDIN_CACHE")
-    return Path(given) if given else Path(tempfile.gettempdir()) / f"pipepart-standin-{os.getuid()}"
+    if given:
+        return Path(given)
+    folder = Path(tempfile.gettempdir()) / f"pipepart-standin-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise RuntimeError(
+            f"{folder} belongs to somebody else, or others may write into it: set STANDIN_CACHE to a folder"
+        )
+    return folder
 
 
 def _compile(library: Path) -> None:

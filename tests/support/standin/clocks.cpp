@@ -30,6 +30,7 @@ struct State {
   bool raise = true;
   void (*on_wait)(const char*) = nullptr;
   void (*on_progress)() = nullptr;
+  void (*on_device_wait)(int) = nullptr;
 
   State() {
     for (int device = 0; device < kMaxDevices; ++device) streams.push_back({device, {}});
@@ -164,6 +165,7 @@ void host_waits(const std::string& what, const Clock& clock, bool counted) {
 void host_waits_for_device(int device, const std::string& what) {
   State& s = state();
   Clock all;
+  if (s.on_device_wait) s.on_device_wait(device);
   {
     std::lock_guard<std::mutex> lock(s.mutex);
     for (const StreamState& stream : s.streams)
@@ -274,5 +276,6 @@ void reset_races() {
 void raise_races(bool raise) { state().raise = raise; }
 void on_wait(void (*callback)(const char*)) { state().on_wait = callback; }
 void on_host_progress(void (*callback)()) { state().on_progress = callback; }
+void on_device_wait(void (*callback)(int)) { state().on_device_wait = callback; }
 
 }  // namespace standin

@@ -79,5 +79,6 @@ void reset_races();
 void raise_races(bool raise);
 void on_wait(void (*callback)(const char*));  // called after each counted wait, without a lock
 void on_host_progress(void (*callback)());    // called after the host has waited, without a lock
+void on_device_wait(void (*callback)(int));   // called before the host waits for a device: blocks until its messages are there
 
 }  // namespace standin

@@ -3,6 +3,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -77,6 +78,13 @@ struct GroupWork final : c10d::Work {
     cv_.notify_all();
   }
 
+  // Blocks until it is done, and orders nothing.
+  void finish() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    cv_.wait(lock, [&] { return completed_; });
+  }
+  int device() const { return device_; }
+
   Clock end;
   int stream = -1;
 
@@ -94,6 +102,20 @@ struct GroupWork final : c10d::Work {
 };
 using WorkPtr = c10::intrusive_ptr<GroupWork>;
 
+// All ops that were posted in this process and are not done.
+inline std::mutex pending_mutex;
+inline std::vector<WorkPtr> pending;
+
+inline void finish_device(int device) {
+  std::vector<WorkPtr> works;
+  {
+    std::lock_guard<std::mutex> lock(pending_mutex);
+    for (const WorkPtr& work : pending)
+      if (work->device() == device) works.push_back(work);
+  }
+  for (const WorkPtr& work : works) work->finish();
+}
+
 // One communicator: its ops run one after the other, on a stream of its own.
 class Communicator {
  public:
@@ -110,6 +132,10 @@ class Communicator {
     if (thread_.joinable()) thread_.join();
   }
   void post(WorkPtr work, std::function<void()> op) {
+    {
+      std::lock_guard<std::mutex> lock(pending_mutex);
+      pending.push_back(work);
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     queue_.emplace_back(std::move(work), std::move(op));
     changed_.notify_all();
@@ -140,6 +166,10 @@ class Communicator {
       }
       op = nullptr;
       work->done(lost);
+      {
+        std::lock_guard<std::mutex> guard(pending_mutex);
+        pending.erase(std::remove(pending.begin(), pending.end(), work), pending.end());
+      }
       work.reset();
       lock.lock();
       queue_.pop_front();

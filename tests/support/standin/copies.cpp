@@ -30,11 +30,24 @@ std::list<Late>& late() {
   return *all;
 }
 
+std::pair<const unsigned char*, const unsigned char*> bytes_of(const Tensor& host) {
+  int64_t items = host.numel() > 0 ? 1 : 0;
+  for (int64_t d = 0; items && d < host.dim(); ++d) items += (host.size(d) - 1) * host.stride(d);
+  const auto* begin = static_cast<const unsigned char*>(host.const_data_ptr());
+  return {begin, begin + items * host.itemsize()};
+}
+
 uint64_t sum_of(const Tensor& host) {
   uint64_t sum = 1469598103934665603ull;
-  const auto* bytes = static_cast<const unsigned char*>(host.storage().data());
-  for (size_t i = 0, n = host.storage().nbytes(); i < n; ++i) sum = (sum ^ bytes[i]) * 1099511628211ull;
+  auto [begin, end] = bytes_of(host);
+  for (; begin != end; ++begin) sum = (sum ^ *begin) * 1099511628211ull;
   return sum;
+}
+
+bool overlap(const Tensor& one, const Tensor& other) {
+  auto [begin, end] = bytes_of(one);
+  auto [other_begin, other_end] = bytes_of(other);
+  return begin < other_end && other_begin < end;
 }
 
 void settle(const Late& one) {
@@ -65,7 +78,7 @@ void settle_for(const Tensor& host, int stream) {  // the stream is about to rea
     std::lock_guard<std::mutex> lock(late_mutex);
     for (auto one = late().begin(); one != late().end();) {
       auto next = std::next(one);
-      if (one->host.is_alias_of(host)) {
+      if (overlap(one->host, host)) {
         if (!ordered(one->point, stream)) race("standin: a copy uses pinned memory that another stream still copies");
         ready.splice(ready.end(), late(), one);
       }

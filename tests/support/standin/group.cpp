@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
+#include <set>
 
 #include "communicator.h"
 
@@ -193,19 +194,28 @@ class Group final : public c10d::Backend {
 
   // Made at first use, which blocks the host until the other members have come as far.
   Communicator& communicator(const std::string& name, int device, int me, int size) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    made_.wait(lock, [&] { return making_.count(name) == 0; });  // another thread makes the same one
     TORCH_CHECK(!aborted_->load(), "standin_ccl: the process group was aborted");
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      auto known = comms_.find(name);
-      if (known != comms_.end()) {
-        TORCH_CHECK(known->second->device == device, "standin_ccl: this communicator is on standin:", known->second->device,
-                    ", the tensor on standin:", device);
-        return *known->second;
-      }
+    auto known = comms_.find(name);
+    if (known != comms_.end()) {
+      TORCH_CHECK(known->second->device == device, "standin_ccl: this communicator is on standin:", known->second->device,
+                  ", the tensor on standin:", device);
+      return *known->second;
     }
-    auto made = std::make_unique<Communicator>(board_, name, device, me, size, aborted_);
-    std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!aborted_->load(), "standin_ccl: the process group was aborted");
+    making_.insert(name);
+    lock.unlock();
+    std::unique_ptr<Communicator> made;
+    std::exception_ptr error;
+    try {
+      made = std::make_unique<Communicator>(board_, name, device, me, size, aborted_);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    making_.erase(name);
+    made_.notify_all();
+    if (error) std::rethrow_exception(error);
     return *(comms_[name] = std::move(made));
   }
   Communicator& collective(int device) { return communicator("all", device, rank_, size_); }
@@ -228,7 +238,7 @@ class Group final : public c10d::Backend {
     int device = tensor.device().index();
     if (coalescing_) {
       steps_.push_back({tensor, peer, is_send});
-      return c10::make_intrusive<GroupWork>(rank_, is_send ? OpType::SEND : OpType::RECV, device, Tensors{}, Tensors{}, false);
+      return nullptr;  // the end of the batch gives the work of all
     }
     // Eager groups have one communicator for all; others have one for each pair of ranks.
     bool eager = bound_device_id_.has_value();
@@ -362,6 +372,8 @@ class Group final : public c10d::Backend {
   Board board_;
   Flag aborted_ = std::make_shared<std::atomic<bool>>(false);
   std::mutex mutex_;
+  std::condition_variable made_;
+  std::set<std::string> making_;
   std::map<std::string, std::unique_ptr<Communicator>> comms_;
   bool coalescing_ = false;
   std::vector<Step> steps_;
@@ -374,6 +386,7 @@ extern "C" {
 
 PyObject* standin_new_group(PyObject* store, int rank, int size, int64_t timeout) {
   try {
+    standin::on_device_wait(&standin::finish_device);
     auto held = pybind11::handle(store).cast<c10::intrusive_ptr<c10d::Store>>();
     c10::intrusive_ptr<c10d::Backend> made = c10::make_intrusive<standin::Group>(held, rank, size, std::chrono::milliseconds(timeout));
     return pybind11::cast(made).release().ptr();
