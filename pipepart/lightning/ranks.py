@@ -31,6 +31,7 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
 from pipepart.runtime.rendezvous import meeting_store
 from pipepart.runtime.strangers import closed_to_strangers
+from pipepart.runtime.watcher import watch
 
 __all__ = ["Ranks"]
 
@@ -68,6 +69,7 @@ class Ranks:
             outlive_parent()
         if self.groups is None and self.mesh.world_size > 1:
             self.groups = Groups.create(self.mesh, timeout, device)
+            watch(self.groups)
 
     def describe_nodes(self, nodes: int) -> str:
         """The stages on each node, one line per node; empty for a single node.
