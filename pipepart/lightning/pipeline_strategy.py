@@ -108,7 +108,7 @@ class PipelineStrategy(ParallelStrategy):
         self._options = options
         self.num_nodes = 1
         self._layer_sync: Any = None  # set by the trainer for sync_batchnorm=True, which is refused
-        self._ranks = Ranks(options, lambda: self.num_nodes * self.num_processes)
+        self._ranks = Ranks(options, lambda: self.num_nodes * self.num_processes, lambda: self.root_device)
         self._whole = Wholeness(self._ranks, lambda: self.after)
         self._checkpoints = Checkpoints(self._ranks, lambda: self.sharded)
         self._patches = RunPatches()
@@ -289,7 +289,7 @@ class PipelineStrategy(ParallelStrategy):
             with isolate_rng():  # random numbers that planning draws do not change those of the run
                 self._build(trainer, module, "training_step" if fitting else _EVALUATION[TrainerFn(trainer.state.fn)])
         self.runtime.seeds.seed = self.broadcast(seed)
-        self._signals = Signals(trainer, self._ranks.groups, self.root_device, self._patches)
+        self._signals = Signals(trainer, self._ranks.groups, self._patches)
         if fitting:
             self.step_times = []
             self._recorded.start_fit(self.step_times)
@@ -358,7 +358,7 @@ class PipelineStrategy(ParallelStrategy):
     def _evaluate(self, step: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
         answer = self._recorded.evaluate(step, batch, batch_idx, dataloader_idx)
         if self._signals is not None:
-            self._signals.agree()
+            self._signals.agree(step)
         return answer
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -5,6 +5,7 @@ All replacements of a run are here: fine-tuning callbacks, model summaries, the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,10 @@ from pipepart.runtime.failure import guarded
 __all__ = ["RunPatches", "Signals", "connect_callbacks", "connect_scaler", "loss_scale_of"]
 
 _ABSENT = object()
+_ANSWERS_WITHIN = 0.1
+"""Seconds between two exchanges of flags, if steps are shorter than that."""
+_MOST_CALLS = 16
+"""Steps between two exchanges, at most: the next steps may take longer than the last ones."""
 
 
 class RunPatches:
@@ -128,7 +133,7 @@ def _check_on_all_stages(
         for value in found.values():
             total += value.to(device)
         with guarded(groups):
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=groups.world)
         for key in found:
             found[key].copy_(total)
         if not found:  # no parameter of this stage has a gradient
@@ -148,9 +153,10 @@ class Signals:
     moment, so here a handler only sets a flag, and the ranks exchange their flags between steps.
     """
 
-    def __init__(self, trainer: Trainer, groups: Groups | None, device: torch.device, patches: RunPatches) -> None:
-        self._trainer, self._groups, self._device = trainer, groups, device
+    def __init__(self, trainer: Trainer, groups: Groups | None, patches: RunPatches) -> None:
+        self._trainer, self._groups = trainer, groups
         self._terminate = self._requeue = False
+        self._kind, self._calls, self._next, self._since = "", 0, 1, time.perf_counter()
         connector: Any = trainer._signal_connector
         self._save_and_requeue: Callable[[int, Any], None] = type(connector)._slurm_sigusr_handler_fn.__get__(connector)
         patches.put(connector, "_sigterm_notifier_fn", self._on_sigterm)
@@ -172,14 +178,25 @@ class Signals:
         else:
             self._requeue = True
 
-    def agree(self) -> None:
-        """Exchange the flags. Afterwards `trainer.received_sigterm` is the same on all ranks."""
+    def agree(self, kind: str) -> None:
+        """Exchange the flags, if it is time to. Afterwards `trainer.received_sigterm` is the same on all ranks.
+
+        All ranks must call it equally often. An exchange costs a fraction of a millisecond, as much as a short step. So with
+        short steps of one `kind` it takes place only each few calls, whose number all ranks know from the last exchange.
+        """
         if self._groups is None:
             return
+        self._calls += 1
+        if kind == self._kind and self._calls < self._next:
+            return
+        mine = int(1e6 * (time.perf_counter() - self._since) / self._calls)
         with guarded(self._groups):
-            flags = torch.tensor([self._terminate, self._requeue], dtype=torch.int32, device=self._device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            terminate, requeue = (bool(flag) for flag in flags)
+            flags = torch.tensor([self._terminate, self._requeue, mine])
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
+        terminate, requeue, slowest = flags.tolist()
+        # After a change of the kind, the time of a call is not known yet.
+        self._next = min(_MOST_CALLS, max(1, int(1e6 * _ANSWERS_WITHIN / max(1, slowest)))) if kind == self._kind else 1
+        self._kind, self._calls, self._since = kind, 0, time.perf_counter()
         if requeue:
             self._requeue = False
             self._save_and_requeue(0, None)
@@ -187,7 +204,7 @@ class Signals:
             self._trainer._signal_connector.received_sigterm = True
 
     def _between_steps(self) -> None:
-        self.agree()
+        self.agree("training_step")
         if self._trainer.received_sigterm:
             raise SIGTERMException
 
