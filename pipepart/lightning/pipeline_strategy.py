@@ -30,11 +30,12 @@ from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.checkpoints import Checkpoints
 from pipepart.lightning.data import reopen, shared_example, steps_ahead
 from pipepart.lightning.launcher import Launcher
+from pipepart.lightning.loss_scaling import LossScaling
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.ranks import Ranks
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
-from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks, connect_scaler, loss_scale_of
+from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks
 from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import Wholeness, move_to_device
 from pipepart.planning import Plan
@@ -114,6 +115,7 @@ class PipelineStrategy(ParallelStrategy):
         self._patches = RunPatches()
         self._steps: RecordedSteps | None = None
         self._signals: Signals | None = None
+        self._scaling: LossScaling | None = None
         self._opened = False
         self._plan: Plan | None = None
         self.sharded, self.after = sharded, after
@@ -296,7 +298,7 @@ class PipelineStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.precision_plugin)
         self.setup_precision_plugin()
-        connect_scaler(self.precision_plugin, self._ranks.groups, self.root_device, self._patches)
+        self._scaling = LossScaling(self.precision_plugin, self._ranks.groups, self.root_device, self._patches)
         self._patches.put(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
 
     def model_to_device(self) -> None:
@@ -337,7 +339,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def training_step(self, batch: Any, batch_idx: int = 0, *args: Any) -> Any:
         """Forward and backward of all micro-batches. The new gradients are kept apart until `backward` is called."""
-        return self._recorded.train(batch, batch_idx, loss_scale_of(self.precision_plugin, self.root_device))
+        return self._recorded.train(batch, batch_idx, 1.0 if self._scaling is None else self._scaling.factor())
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Hand over the gradients where Lightning expects them. The backward itself has run in the schedule."""

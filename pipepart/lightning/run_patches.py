@@ -1,6 +1,6 @@
 """Replaced attributes of Lightning's classes and objects: they are in place during a run, and `undo` restores them.
 
-All replacements of a run are here: fine-tuning callbacks, model summaries, the loss scaler, and signal handlers.
+Here are those of fine-tuning callbacks, model summaries and signal handlers; `loss_scaling` has those of the loss scaler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelSummary
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
@@ -24,7 +23,7 @@ from pipepart.recording.model_state.state import stand_ins
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
 
-__all__ = ["RunPatches", "Signals", "connect_callbacks", "connect_scaler", "loss_scale_of"]
+__all__ = ["RunPatches", "Signals", "connect_callbacks"]
 
 _ABSENT = object()
 _ANSWERS_WITHIN = 0.1
@@ -92,55 +91,6 @@ def _summary(original: Callable[..., Any], trainer: Trainer, pl_module: Lightnin
             return original(trainer, pl_module)
         finally:
             pl_module.example_input_array = example
-
-
-# ---- loss scaler
-
-
-def _scaler_of(plugin: Any) -> Any:
-    return plugin.scaler if isinstance(plugin, MixedPrecision) else None
-
-
-def loss_scale_of(plugin: Any, device: torch.device) -> float:
-    """The factor of the loss before the backward."""
-    scaler = _scaler_of(plugin)
-    if scaler is None or not scaler.is_enabled():
-        return 1.0
-    if scaler._scale is None:  # made at the first use
-        scaler._lazy_init_scale_growth_tracker(device)
-    return float(scaler.get_scale())
-
-
-def connect_scaler(plugin: Any, groups: Groups | None, device: torch.device, patches: RunPatches) -> None:
-    """Let all stages skip a step together if a gradient is not finite on one of them.
-
-    Gradients are checked in `unscale_`, and in `_check_inf_per_device` for fused optimizers, which unscale themselves.
-    """
-    scaler = _scaler_of(plugin)
-    if scaler is None or groups is None:
-        return
-    for name in ("unscale_", "_check_inf_per_device"):
-        patches.put(scaler, name, _check_on_all_stages(getattr(scaler, name), scaler, groups, device))
-
-
-def _check_on_all_stages(
-    own: Callable[[Any], Any], scaler: Any, groups: Groups, device: torch.device
-) -> Callable[[Any], Any]:
-    def check(optimizer: Any) -> Any:
-        result = own(optimizer)
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        total = torch.zeros((), device=device)
-        for value in found.values():
-            total += value.to(device)
-        with guarded(groups):
-            dist.all_reduce(total, group=groups.world)
-        for key in found:
-            found[key].copy_(total)
-        if not found:  # no parameter of this stage has a gradient
-            found[device] = total
-        return result
-
-    return check
 
 
 # ---- signals
