@@ -25,6 +25,7 @@ __all__ = [
     "ends_together",
     "needs_agreement",
     "prepare",
+    "received",
     "reopen",
     "shared_example",
     "steps_ahead",
@@ -42,7 +43,15 @@ def shared_example(trainer: Trainer, given: Any, broadcast: Callable[[Any], Any]
         loader = _open_loader(trainer)
         example = _first_batch(trainer, loader) if trainer.is_global_zero else None
     example = broadcast(example)
-    return example if given is None and trainer.is_global_zero else trainer.strategy.batch_to_device(example)
+    if given is not None:
+        return trainer.strategy.batch_to_device(example)
+    return example if trainer.is_global_zero else received(trainer, example)
+
+
+def received(trainer: Trainer, batch: Any) -> Any:
+    """A batch that another rank has prepared and sent, on the device of this rank. No other hook runs a second time."""
+    module: Any = trainer.lightning_module
+    return module._call_batch_hook("transfer_batch_to_device", batch, trainer.strategy.root_device, 0)
 
 
 def _open_loader(trainer: Trainer) -> Any:

@@ -17,7 +17,7 @@ from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
 from pipepart.build.verification import verification
 from pipepart.errors import CaptureError
 from pipepart.lightning.announce import tell
-from pipepart.lightning.data import batches_ahead, prepare, why_not_ahead
+from pipepart.lightning.data import batches_ahead, prepare, received, why_not_ahead
 from pipepart.lightning.effects import Effects, record_with_effects
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.repeat_effects import repeat_effects
@@ -207,7 +207,7 @@ class RecordedSteps:
                 source = groups.rank_of_stage(runtime.plan.placement[0])
                 batch = broadcast_object(batch, source, groups, inside_replica=True)
             if groups.rank != source:
-                batch = self._module.trainer.strategy.batch_to_device(batch)
+                batch = received(self._module.trainer, batch)
         options = replace(self._job.options, plan=None, microbatches=runtime.plan.microbatches)
         part = example_microbatch(batch, options, self._job.mesh, self._module, fewer=True)
 

@@ -182,9 +182,10 @@ def verify_shards(path: Any) -> None:
 def load_rest(path: Any, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint without its tensors, with the path of the directory under "pipepart_shards".
 
+    What it holds is in host memory, whatever device rank 0 had: each owner moves its part to its own device.
     `weights_only`: None or True read plain values only; False also reads objects of other classes, which can run code.
     """
-    checkpoint = load_file(Path(path) / _REST, weights_only)
+    checkpoint = load_file(Path(path) / _REST, weights_only, "cpu")
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"the checkpoint {path} cannot be read: {_REST} holds a {type(checkpoint).__name__}")
     checkpoint["pipepart_shards"] = str(path)
