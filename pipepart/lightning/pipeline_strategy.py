@@ -297,6 +297,8 @@ class PipelineStrategy(ParallelStrategy):
             self._recorded.start_fit(self.step_times)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.precision_plugin)
+            if trainer.checkpoint_callbacks:
+                self._checkpoints.prepare()
         self.setup_precision_plugin()
         self._scaling = LossScaling(self.precision_plugin, self._ranks.groups, self.root_device, self._patches)
         self._patches.put(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
