@@ -28,6 +28,7 @@ from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.checkpoints import Checkpoints
+from pipepart.lightning.copied_ahead import BatchPlaces
 from pipepart.lightning.data import reopen, shared_example, steps_ahead
 from pipepart.lightning.launcher import Launcher
 from pipepart.lightning.loss_scaling import LossScaling
@@ -51,8 +52,6 @@ _EVALUATION = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
-_WORTH_A_REHEARSAL = 50
-"""Number of batches. Shorter runs are not rehearsed, since the rehearsal would take a large part of the run."""
 _TRACED = frozenset({3, 10})
 """Traced steps of each fit: the first one after the warm-up, which short runs reach, and one with settled caches."""
 
@@ -112,6 +111,7 @@ class PipelineStrategy(ParallelStrategy):
         self._ranks = Ranks(options, lambda: self.num_nodes * self.num_processes, lambda: self.root_device)
         self._whole = Wholeness(self._ranks, lambda: self.after)
         self._checkpoints = Checkpoints(self._ranks, lambda: self.sharded)
+        self._batches = BatchPlaces(lambda: self._module_and_trainer()[1], self._whole)
         self._patches = RunPatches()
         self._steps: RecordedSteps | None = None
         self._signals: Signals | None = None
@@ -200,7 +200,12 @@ class PipelineStrategy(ParallelStrategy):
         return self._ranks.decide(decision, all)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        return self._ranks.loader(dataloader)
+        return self._ranks.loader(self._batches.loader(dataloader))
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if device is None and self._batches.stay_on_host():
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # ---- checkpoints
 
@@ -326,8 +331,7 @@ class PipelineStrategy(ParallelStrategy):
         built.runtime.tracing.numbers = _TRACED
         self.rehearsed, self._plan = None, None
         if step == "training_step":  # the rehearsal of a plan from a file may have run on another machine
-            if not steps.empty and steps_ahead(trainer) >= _WORTH_A_REHEARSAL:
-                self.rehearsed = steps.rehearse(example)
+            self.rehearsed = steps.rehearse(example, steps_ahead(trainer))
             self._plan = replace(self.runtime.plan, rehearsed=self.rehearsed)
         nodes = self._ranks.describe_nodes(self.num_nodes)
         tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{nodes}{steps.describe(step, built)}\n")

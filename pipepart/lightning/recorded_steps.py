@@ -32,6 +32,9 @@ from pipepart.samples.pieces import pieces_of
 
 __all__ = ["RecordedSteps"]
 
+_WORTH_A_REHEARSAL = 50
+"""Number of batches. Shorter runs are not rehearsed, since the rehearsal would take a large part of the run."""
+
 
 class RecordedSteps:
     """The recordings of all steps of one module, with their effects."""
@@ -166,8 +169,13 @@ class RecordedSteps:
             for index, batch in enumerate(coming, batch_idx + 1)
         ]
 
-    def rehearse(self, example: Any) -> float | None:
-        """The measured time of a training step on the example. None: the whole batch needs another recording."""
+    def rehearse(self, example: Any, ahead: float) -> float | None:
+        """The measured time of a training step on the example.
+
+        None if there are few batches `ahead`, if the model has no values, or if the whole batch needs another recording.
+        """
+        if self.empty or ahead < _WORTH_A_REHEARSAL:
+            return None
         name, leaves = self.variants["training_step"].choose(self._flatten(example, 0, None), self.runtime)
         if name is None:  # it is recorded when the batch is trained on
             return None
