@@ -26,7 +26,7 @@ _PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;()<>]+)+[/\\
 _SETTINGS = re.compile(r"(?:NCCL|TORCH_NCCL|GLOO|CUDA|HIP|OMP|MKL|ONEDNN)_\w+")
 """Environment variables that change how jobs run."""
 _PLAIN = re.compile(r"[\w,=:^+-]{1,40}")
-_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
+_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\[[0-9a-fA-F:]{3,}\]")
 _LONGEST = 4000  # characters of a text in the file
 
 
@@ -36,7 +36,7 @@ def without_private(text: str) -> str:
     names = {socket.gethostname(), socket.gethostname().split(".")[0], os.path.basename(os.path.expanduser("~"))}
     with suppress(Exception):  # a user without an entry in the system
         names.add(getpass.getuser())
-    for name in sorted(filter(None, names), key=len, reverse=True):
+    for name in sorted((name for name in names if len(name) > 1), key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "NAME", text)
     return printable(text, keep="\n\t")[:_LONGEST]
 

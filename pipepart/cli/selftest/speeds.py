@@ -15,6 +15,7 @@ from pipepart.cli.selftest.device_checks import can_hold, total_memory
 from pipepart.cli.selftest.verdicts import Verdict, failed, passed
 from pipepart.devices import computes_on_host, device_name, synchronize
 from pipepart.machine import usable
+from pipepart.planning import format_seconds
 
 __all__ = ["measure_all_reduce", "measure_device", "measure_pair", "message_sizes", "readable_bytes"]
 
@@ -23,8 +24,8 @@ _SPEED_DTYPES = ("float32", "bfloat16", "float16")
 
 def message_sizes(host: bool, quick: bool) -> list[int]:
     """Return the sizes of messages in bytes: the smallest shows the latency, the largest the bandwidth."""
-    largest = (20 if host else 24) if quick else (24 if host else 28)
-    return [1 << power for power in range(10, largest + 1, 2 if not quick else 5)] + ([1 << largest] if quick else [])
+    largest = (22 if host else 28) if quick else (24 if host else 28)
+    return [1 << power for power in range(10, largest + 1, 6 if quick else 2)]
 
 
 def readable_bytes(count: float) -> str:
@@ -33,6 +34,13 @@ def readable_bytes(count: float) -> str:
         if count >= 1 << power:
             return f"{count / (1 << power):.3g} {unit}"
     return f"{count:.0f} B"
+
+
+def _rate(value: float, unit: str) -> str:
+    for prefix, power in (("T", 12), ("G", 9), ("M", 6)):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
 
 
 def measure_device(place: Place) -> Verdict:
@@ -65,8 +73,8 @@ def measure_device(place: Place) -> Verdict:
         "memory": memory,
         "launch": launch,
     }
-    speeds = ", ".join(f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in flops.items())
-    return passed(f"{speeds}, memory {bandwidth / 1e9:.3g} GB/s, start of an op {launch * 1e6:.3g} us", **figures)
+    speeds = ", ".join(f"{name} {_rate(value, 'FLOP/s')}" for name, value in flops.items())
+    return passed(f"{speeds}, memory {_rate(bandwidth, 'B/s')}, start of an op {format_seconds(launch)}", **figures)
 
 
 def measure_pair(place: Place, first: int, second: int) -> Verdict:
@@ -93,17 +101,17 @@ def measure_pair(place: Place, first: int, second: int) -> Verdict:
             if int(back[-1]) != 1:
                 return failed(f"a message of {readable_bytes(size)} from rank {other} was not received")
         smallest, largest = min(times), max(times)
-        latency = times[smallest]
-        spent = times[largest] - latency
+        latency = min(times.values())  # on a busy machine, the smallest message is not always the fastest
+        spent = max(times[largest] - latency, times[largest] / 2)
         figures = {
             "latency": latency,
-            "bandwidth": (largest - smallest) / (spent if spent > 0 else times[largest]),
+            "bandwidth": (largest - smallest) / spent,
             "seconds": {str(size): seconds for size, seconds in times.items()},
         }
     place.meet()
     if not figures:
         return passed("waited")
-    return passed(f"latency {figures['latency'] * 1e6:.3g} us, {figures['bandwidth'] / 1e9:.3g} GB/s", **figures)
+    return passed(f"latency {format_seconds(figures['latency'])}, {_rate(figures['bandwidth'], 'B/s')}", **figures)
 
 
 def measure_all_reduce(place: Place) -> Verdict:
@@ -121,8 +129,8 @@ def measure_all_reduce(place: Place) -> Verdict:
     largest = max(times)
     moved = 2 * (place.size - 1) / place.size * largest / times[largest]
     return passed(
-        f"{times[min(times)] * 1e6:.3g} us for {readable_bytes(min(times))}, {times[largest] * 1e3:.3g} ms for "
-        f"{readable_bytes(largest)} ({moved / 1e9:.3g} GB/s per link)",
+        f"{format_seconds(times[min(times)])} for {readable_bytes(min(times))}, {format_seconds(times[largest])} for "
+        f"{readable_bytes(largest)} ({_rate(moved, 'B/s')} per link)",
         bandwidth=moved,
         seconds={str(size): seconds for size, seconds in times.items()},
     )
