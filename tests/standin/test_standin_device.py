@@ -461,6 +461,26 @@ def test_races_are_found() -> None:
     assert found["late"] == "(True, None, 8.0)"
 
 
+def _events() -> list[Any]:
+    first, second = (torch.Event(device="standin:0", enable_timing=True) for _ in range(2))
+    side = _stream()
+    first.record()
+    x = torch.ones(8, device="standin:0")
+    second.record()
+    second.wait(side)
+    with side:
+        inside = torch.accelerator.current_stream() == side
+        x.sum()
+    torch.accelerator.set_stream(side)
+    switched = torch.accelerator.current_stream() == side
+    torch.accelerator.set_stream(torch.get_device_module("standin").default_stream(0))
+    return [inside, switched, first.elapsed_time(second) >= 0.0, second.query(), side.query()]
+
+
+def test_events_and_the_current_stream() -> None:
+    assert run_standin(_events) == [[True] * 5]
+
+
 def _ordered() -> tuple[list[str], list[str], float, float]:
     """Each program keeps the rules: nothing may be found, and the host waits for nothing."""
     from support import standin

@@ -33,8 +33,6 @@ __all__ = [
     "unavailable",
 ]
 
-_TYPE = 20
-"""The number of the device type that torch keeps for devices from outside (PrivateUse1)."""
 _stacks: list[str] = []
 _callback: Any = None
 
@@ -133,7 +131,7 @@ def reset_all() -> None:
     set_memory(1 << 30)
     for index in range(_library().standin_device_count()):
         _library().standin_reset_peak(index)
-        torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=index, device_type=_TYPE))
+        torch.accelerator.set_stream(torch.get_device_module("standin").default_stream(index))
 
 
 def set_memory(bytes_: int, device: int | None = None) -> None:

@@ -12,16 +12,16 @@ TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
 namespace standin {
 namespace {
 
-constexpr auto kType = c10::DeviceType::PrivateUse1;
+constexpr auto kCastType = c10::DeviceType::PrivateUse1;
 enum class Rule { Lower, Float32, Dtype, Widest };
 
 bool eligible(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().type() == kType && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
+  return tensor.defined() && tensor.device().type() == kCastType && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
 }
 
 c10::IValue cast(const c10::IValue& value, at::ScalarType dtype) {
   auto one = [&](const at::Tensor& tensor) {
-    return tensor.defined() ? at::autocast::cached_cast(dtype, tensor, kType) : tensor;
+    return tensor.defined() ? at::autocast::cached_cast(dtype, tensor, kCastType) : tensor;
   };
   if (value.isTensor()) return one(value.toTensor());
   if (value.isTensorList()) {
@@ -44,7 +44,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     op.callBoxed(stack);
     return;
   }
-  at::ScalarType dtype = rule == Rule::Float32 ? at::kFloat : at::autocast::get_autocast_dtype(kType);
+  at::ScalarType dtype = rule == Rule::Float32 ? at::kFloat : at::autocast::get_autocast_dtype(kCastType);
   if constexpr (rule == Rule::Widest)
     for (size_t i = 0; i < arguments.size(); ++i) {
       const c10::IValue& value = (*stack)[begin + i];

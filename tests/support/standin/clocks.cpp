@@ -24,6 +24,7 @@ struct State {
   std::vector<StreamState> streams;
   std::array<std::vector<int>, kMaxDevices> pool;
   std::array<size_t, kMaxDevices> next_of_pool{};
+  std::array<std::vector<int>, kMaxDevices> given_back;
   Clock host;
   std::map<int, std::vector<Hazard>> hazards;  // by home stream
   std::vector<std::string> waits, races;
@@ -115,8 +116,19 @@ std::string stream_name(int stream) {
 }
 
 int new_own_stream(int device) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  return add_stream(state(), device);
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  auto& free = s.given_back.at(device);
+  if (free.empty()) return add_stream(s, device);
+  int stream = free.back();
+  free.pop_back();
+  return stream;
+}
+
+void give_back(int stream) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.given_back.at(s.streams.at(stream).device).push_back(stream);
 }
 
 int new_stream(int device) {

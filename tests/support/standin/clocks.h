@@ -49,7 +49,8 @@ int64_t stream_id(int stream);
 int device_of(int stream);
 std::string stream_name(int stream);
 int new_stream(int device);       // a new one, or one of the oldest again when there are many
-int new_own_stream(int device);   // never handed out again (communicators)
+int new_own_stream(int device);   // for one owner only (communicators), until it is given back
+void give_back(int stream);
 int current_stream(int device);   // of this thread
 void set_current_stream(int stream);
 

@@ -130,6 +130,7 @@ class Communicator {
     }
     changed_.notify_all();
     if (thread_.joinable()) thread_.join();
+    give_back(stream);
   }
   void post(WorkPtr work, std::function<void()> op) {
     {

@@ -188,6 +188,11 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
                                            c10::dtype_or_default(dtype));
 }
 
+Tensor zeros(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+             std::optional<at::Device> device, std::optional<bool> pin) {
+  return empty(size, dtype, layout, device, pin, std::nullopt).zero_();
+}
+
 Tensor& set_sized(Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
   TORCH_CHECK(source.device() == self.device() || source.nbytes() == 0, "standin: set_ of a tensor on ", self.device(),
               " with memory on ", source.device());
@@ -291,6 +296,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &zeros);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("set_.source_Storage", &set_storage);
@@ -316,7 +322,7 @@ const bool registered = [] {
     if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
     bool whole = name.name == "aten::convolution" || name.name == "aten::convolution_backward" ||
         name.name.rfind("aten::_foreach_", 0) == 0;
-    if (name.name == "aten::_efficientzerotensor" || name.name.find("sparse") != std::string::npos) continue;
+    if (name.name.find("sparse") != std::string::npos) continue;
     if (!whole && !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
     std::string text = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     library->impl(text.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());

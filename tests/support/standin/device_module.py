@@ -10,6 +10,9 @@ import torch
 
 __all__ = ["make_module"]
 
+_TYPE = 20
+"""The number of the device type that torch keeps for devices from outside (PrivateUse1)."""
+
 
 class _Device:
     """Makes a device the current one, as `torch.cuda.device` does."""
@@ -69,6 +72,7 @@ def _devices(library: ctypes.PyDLL) -> dict[str, Any]:
         "set_device": lambda device: torch.accelerator.set_device_index(_index(device)),
         "synchronize": lambda device=None: torch.accelerator.synchronize(_index(device)),
         "current_stream": lambda device=None: torch.accelerator.current_stream(_index(device)),
+        "default_stream": lambda device=None: torch.Stream(stream_id=0, device_index=_index(device), device_type=_TYPE),
         "set_stream": torch.accelerator.set_stream,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16, torch.float32],
         "is_bf16_supported": lambda including_emulation=True: True,

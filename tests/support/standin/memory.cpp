@@ -242,7 +242,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }
 };
-const bool registered = [] {
+const bool hooks_registered = [] {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   return true;
 }();
