@@ -22,6 +22,7 @@ _COMMANDS = {
     "bench": "time a recipe at several shapes and schedules, side by side",
     "recipes": "list the recipes",
     "doctor": "check the installation, devices, backends, ports and shared memory, with a remedy for each problem",
+    "selftest": "prove the devices, transports, schedules and failure handling of this machine with real runs; a few minutes",
 }
 
 
@@ -241,6 +242,31 @@ def _doctor(words: list[str]) -> int:
     return doctor(try_processes=not given.quick)
 
 
+def _selftest(words: list[str]) -> int:
+    parser = _parser(
+        "selftest",
+        "  pipepart selftest                       all devices of this machine, or its cores\n"
+        "  pipepart selftest --quick               under a minute on two cores\n"
+        "  pipepart selftest --device cpu --devices 4\n\n"
+        "The results are in OUTPUT/selftest.json, the measured machine is in OUTPUT/cluster/measured.yaml.",
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="number of devices (default: all; 2 to 4 for the CPU)")
+    parser.add_argument("--device", metavar="TYPE", help="type of the devices (default: the accelerator, else cpu)")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, shapes and schedules of each model")
+    parser.add_argument("--output", type=Path, default=Path("outputs/selftest"), help="folder for the results")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="seconds for each check (default 120)"
+    )
+    parser.add_argument(
+        "--import", dest="libraries", action="append", default=[], metavar="MODULE",
+        help="import this module first, for devices that torch does not load by itself",
+    )  # fmt: skip
+    given = parser.parse_args(words)
+    from pipepart.cli.selftest import selftest
+
+    return selftest(**{name: value for name, value in vars(given).items() if name != "help"})
+
+
 _RUN = {
     "train": _train,
     "plan": _plan,
@@ -249,4 +275,5 @@ _RUN = {
     "bench": _bench,
     "recipes": _recipes,
     "doctor": _doctor,
+    "selftest": _selftest,
 }

@@ -27,7 +27,15 @@ from pipepart.parent import end_with_parent, spawned_tied
 from pipepart.secrets import clean, clean_output, redacted
 from pipepart.values import printable
 
-__all__ = ["already_started", "join_started", "refuse_inside_job", "run_as_rank", "run_as_task", "start_ranks"]
+__all__ = [
+    "already_started",
+    "join_started",
+    "refuse_inside_job",
+    "run_as_rank",
+    "run_as_task",
+    "silence_tracker",
+    "start_ranks",
+]
 
 _PATIENCE = 2  # seconds that a rank has to end by itself
 
@@ -99,7 +107,7 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
     from pipepart.runtime.rendezvous import job_folder
 
     quiet_libraries()  # again: the agent's loggers exist only now
-    _silence_tracker()
+    silence_tracker()
     logs = folder / "logs"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // int(config["devices"]))))
     launch = launch_config(config, logs, _PATIENCE)
@@ -116,7 +124,7 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
         raise PipelineError(f"stopped by {name}; all processes have ended.{hint}") from None
 
 
-def _silence_tracker() -> None:
+def silence_tracker() -> None:
     """Silence the warnings of Python's resource tracker about semaphores of killed ranks, which it has removed."""
     filters = os.environ.get("PYTHONWARNINGS", "").split(",")
     os.environ["PYTHONWARNINGS"] = ",".join(

@@ -40,9 +40,7 @@ def _train(fault: str, timeout: float, victim: int) -> None:
     from pipepart import Pipeline
 
     model, batch = Faulty(fault).double(), torch.randn(8, 4, dtype=torch.float64)
-    pipe = Pipeline(
-        model, (batch,), stages=2, microbatches=4, schedule="1f1b", split_at=["layers.2"], timeout=timeout
-    )
+    pipe = Pipeline(model, (batch,), stages=2, microbatches=4, schedule="1f1b", split_at=["layers.2"], timeout=timeout)
     for number in range(4):
         if number == 2 and pipe.stage == victim:
             layer = pipe.module.layers[2 if victim else 0]

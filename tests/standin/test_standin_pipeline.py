@@ -26,8 +26,9 @@ def _waits_allowed(pipe: Any) -> int:
 
 def _compare(name: str, stages: int, replicas: int, schedule: str, recompute: bool) -> tuple[int, int, list[str]]:
     """Train two steps and compare the first one with plain PyTorch; return the actions and the waits of the second."""
-    from pipepart import Pipeline
     from support import standin
+
+    from pipepart import Pipeline
 
     model, plain = build(name), build(name)
     batches = []
@@ -82,8 +83,9 @@ def test_a_step_is_equal_and_waits_at_most_once(
 
 def _steps_of_every_kind() -> None:
     """Other shapes, evaluation, accumulation, clipping, a state dict and another pipeline that loads it."""
-    from pipepart import Pipeline
     from support import standin
+
+    from pipepart import Pipeline
 
     model, plain = build("gpt"), build("gpt")
     pipe = Pipeline(model, model.batch(8), stages=2, microbatches=4, schedule="1f1b", timeout=60)
