@@ -376,5 +376,6 @@ class Stopwatch:
         short times than the difference of two `seconds`."""
         if self._origin is None:
             return float(end - start)
-        end.synchronize()
+        if not end.query():
+            end.synchronize()
         return float(start.elapsed_time(end) / 1000)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from pipepart.build.job import Job
-from pipepart.build.links import OwnLinks, joined_links, measure_links
-from pipepart.cost.device_memory import Room, room_of, whole_fits
+from pipepart.build.links import joined_links, large_message, measure_links
+from pipepart.cost.device_memory import Room, free_on, room_of, whole_fits
 from pipepart.devices import computes_on_host, move_module
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, GROUP_LINK, LOCAL_LINK, Handling, MeasuredLinks
 from pipepart.runtime import Groups, Mesh
@@ -54,11 +54,11 @@ def devices_of_job(job: Job) -> JobDevices:
     if job.groups is None:
         memory, source = joined_rooms([room], job.mesh)
         return JobDevices(False, memory, source)
-    found: list[tuple[Room | None, OwnLinks]] = gather_objects(
-        (room, measure_links(job.groups, job.device)), job.groups
-    )
+    found: list[tuple[Room | None, float]] = gather_objects((room, free_on(job.device)), job.groups)
     memory, source = joined_rooms([room for room, _ in found], job.mesh)
-    return JobDevices(False, memory, source, joined_links([links for _, links in found], job.mesh))
+    large = large_message(min(free for _, free in found))
+    links = gather_objects(measure_links(job.groups, job.device, large), job.groups)
+    return JobDevices(False, memory, source, joined_links(links, job.mesh))
 
 
 def joined_rooms(rooms: Sequence[Room | None], mesh: Mesh) -> tuple[tuple[float, ...], str]:

@@ -20,10 +20,11 @@ from pipepart.planning.layout import MeasuredLinks
 from pipepart.runtime import Groups, Mesh
 from pipepart.runtime.meeting import meet
 
-__all__ = ["OwnLinks", "joined_links", "measure_links"]
+__all__ = ["OwnLinks", "joined_links", "large_message", "measure_links"]
 
 _SMALL = 8  # bytes
 _LARGE = 16 * 2**20
+_PART = 16  # of the free memory that a large message takes at most
 _SMALL_REPEATS, _LARGE_REPEATS = 20, 3
 
 
@@ -38,8 +39,13 @@ class OwnLinks:
     """The link of the ring of the replicas of this stage; None with one replica."""
 
 
-def measure_links(groups: Groups, device: torch.device, large: int = _LARGE) -> OwnLinks:
-    """Measure the links of this rank. All ranks must call it; `large` are the bytes of a large message."""
+def large_message(free: float) -> int:
+    """Return the bytes of a large message, if the rank with the least free memory has so many bytes."""
+    return max(2 * _SMALL, int(min(_LARGE, free / _PART)) // _SMALL * _SMALL)
+
+
+def measure_links(groups: Groups, device: torch.device, large: int) -> OwnLinks:
+    """Measure the links of this rank with large messages of so many bytes. All ranks must call it with the same number."""
     meet(groups)
     buffers = [torch.zeros(large, dtype=torch.uint8, device=device) for _ in range(2)]
     messages = [

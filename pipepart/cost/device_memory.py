@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import nn
 from pipepart.devices import computes_on_host, memory_of
 from pipepart.recording.model_state.state import stays_on_host
 
-__all__ = ["Room", "lent", "lent_tensor", "reserve_of", "room_of", "stays_on_host", "whole_fits"]
+__all__ = ["Room", "free_on", "lent", "lent_tensor", "reserve_of", "room_of", "stays_on_host", "whole_fits"]
 
 _RESERVE = 0.1
 """The part of a device that no plan uses: buffers of communicators (tens of megabytes for each pair of ranks), workspaces
@@ -57,10 +58,23 @@ def room_of(device: torch.device) -> Room | None:
     found = memory_of(device)
     if found is None:
         return None
-    own = 0
+    others = found.total - found.free - _held(device, "memory_reserved")
+    return Room(found.total, max(0, others), reserve_of(found.total))
+
+
+def free_on(device: torch.device) -> float:
+    """Return the bytes that this process could allocate now; infinity where torch cannot tell."""
+    found = memory_of(device)
+    if found is None:
+        return math.inf
+    return found.free + _held(device, "memory_reserved") - _held(device, "memory_allocated")
+
+
+def _held(device: torch.device, what: str) -> int:
+    """Return a number of the allocator of a device; 0 if it has none."""
     with suppress(AttributeError, RuntimeError, NotImplementedError):
-        own = int(torch.get_device_module(device).memory_reserved(device))
-    return Room(found.total, max(0, found.total - found.free - own), reserve_of(found.total))
+        return int(getattr(torch.get_device_module(device), what)(device))
+    return 0
 
 
 def whole_fits(root: nn.Module, device: torch.device) -> bool:

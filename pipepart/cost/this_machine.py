@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -18,7 +19,7 @@ from typing import Annotated
 import torch
 
 from pipepart.cost.cluster import MOST_DEVICES, Cluster, DeviceKind, LinkKind, Node
-from pipepart.cost.device_memory import reserve_of
+from pipepart.cost.device_memory import free_on, reserve_of
 from pipepart.devices import accelerator, computes_on_host, device_count, device_name, memory_of, pinned, synchronize
 from pipepart.errors import PipepartError
 from pipepart.files import keep_json, load_json
@@ -28,6 +29,10 @@ from pipepart.values import Range
 __all__ = ["MeasuredMachine", "measure_machine", "processor", "this_machine"]
 
 _VERSION = 4
+_NEEDED = 1 << 30
+"""Bytes of free memory with which an accelerator is measured at full size."""
+_SMALLEST = 20
+"""Halvings of sizes at most."""
 _NOT_KNOWN = 1e18
 """Bytes of a device that does not tell its memory."""
 
@@ -48,15 +53,26 @@ def this_machine() -> Cluster:
     path = cache_folder() / "machine.json"
     found = _kept(path)
     if found is None:
-        found = measure_machine()
-        keep_json(path, asdict(found))
+        kind = accelerator()
+        smaller = 0 if kind is None else _halvings(free_on(torch.device(kind, 0)))
+        found = measure_machine(smaller)
+        if not smaller:  # small tensors do not reach the speed of the device
+            keep_json(path, asdict(found))
     device, link = found.device, found.link
     nodes = (Node((device.name,) * found.count, link.name),)
     return Cluster("local", {device.name: device}, {link.name: link}, nodes, link.name)
 
 
-def measure_machine() -> MeasuredMachine:
-    """Measure one device and the link between two devices, and count the devices (about a second)."""
+def _halvings(free: float) -> int:
+    """Return how often the sizes of measurements must be halved, so that they fit into the free memory of a device."""
+    return min(_SMALLEST, max(0, math.ceil(math.log2(_NEEDED / max(free, 1.0)))))
+
+
+def measure_machine(smaller: int = 0) -> MeasuredMachine:
+    """Measure one device and the link between two devices, and count the devices (about a second).
+
+    `smaller`: how often the sizes of tensors on an accelerator are halved, if little of its memory is free.
+    """
     kind = accelerator()
     if kind is not None:
         count = device_count()
@@ -76,9 +92,9 @@ def measure_machine() -> MeasuredMachine:
         # A bfloat16 product would end this process on a CPU that announces units which the process may not use.
         half = not computes_on_host(where) or usable("bfloat16")
         dtypes = ("float32", "bfloat16") if half else ("float32",)
-        flops = {dtype: _flops(where, getattr(torch, dtype)) for dtype in dtypes}
-        bandwidth, launch = _bandwidth(where), _launch(where)
-        link = _measured_link(where, other)
+        flops = {dtype: _flops(where, getattr(torch, dtype), smaller) for dtype in dtypes}
+        bandwidth, launch = _bandwidth(where, smaller), _launch(where)
+        link = _measured_link(where, other, smaller)
     finally:
         torch.set_num_threads(threads)
     # The efficiency is 1, since the speed of a product was measured.
@@ -124,14 +140,14 @@ def _timed(run: Callable[[], object], *devices: torch.device, repeats: int = 7) 
     return statistics.median(times[1:])
 
 
-def _flops(where: torch.device, dtype: torch.dtype) -> float:
-    size = 512 if computes_on_host(where) else 4096
+def _flops(where: torch.device, dtype: torch.dtype, smaller: int) -> float:
+    size = 512 if computes_on_host(where) else 4096 >> -(-smaller // 2)
     a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
     return 2.0 * size**3 / _timed(lambda: a @ b, where)
 
 
-def _bandwidth(where: torch.device) -> float:
-    size = 1 << (25 if computes_on_host(where) else 28)
+def _bandwidth(where: torch.device, smaller: int) -> float:
+    size = 1 << (25 if computes_on_host(where) else 28 - smaller)
     a = torch.zeros(size, dtype=torch.uint8, device=where)
     b = torch.empty_like(a)
     return 2.0 * size / _timed(lambda: b.copy_(a), where)
@@ -147,13 +163,13 @@ def _launch(where: torch.device) -> float:
     return _timed(many, where) / 100
 
 
-def _measured_link(where: torch.device, other: torch.device) -> LinkKind:
+def _measured_link(where: torch.device, other: torch.device, smaller: int) -> LinkKind:
     """Measure a copy from the first GPU to the last, or for cores a copy through a shared buffer and a pipe.
 
     A single GPU has no other one: its link is a copy through host memory, as between GPUs without a connection of their own.
     """
     if not computes_on_host(where):
-        return _peer_link(where, other)
+        return _peer_link(where, other, 1 << (26 - smaller))
     size = 1 << 22
     a = torch.zeros(size, dtype=torch.uint8, device=where)
     shared = torch.zeros(size, dtype=torch.uint8)
@@ -168,7 +184,7 @@ def _measured_link(where: torch.device, other: torch.device) -> LinkKind:
     return LinkKind("shared_memory", size / seconds, _pipe_latency())
 
 
-def _peer_link(where: torch.device, other: torch.device, size: int = 1 << 26) -> LinkKind:
+def _peer_link(where: torch.device, other: torch.device, size: int) -> LinkKind:
     a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for device in (where, other))
     host = pinned(torch.zeros(size if where == other else 0, dtype=torch.uint8), where)
 

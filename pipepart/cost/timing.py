@@ -59,6 +59,8 @@ class Timer:
 
     def read(self) -> None:
         """Append all times that are not in their lists yet."""
+        if self._open:
+            self._watch.between(*self._open[-1][1:])  # waits for the last mark, so that all others are reached
         for lists, started, stopped in self._open:
             seconds = self._watch.between(started, stopped)
             for one in lists:
