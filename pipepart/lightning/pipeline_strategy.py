@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from pipepart.build import Job
-from pipepart.devices import limit_threads
+from pipepart.devices import limit_threads, local_device
 from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.checkpoint_files import safe_by_default
@@ -31,9 +31,9 @@ from pipepart.lightning.checkpoints import Checkpoints
 from pipepart.lightning.copied_ahead import BatchPlaces
 from pipepart.lightning.data import reopen, shared_example, steps_ahead
 from pipepart.lightning.launcher import Launcher
-from pipepart.lightning.loss_scaling import LossScaling
+from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
-from pipepart.lightning.ranks import Ranks
+from pipepart.lightning.ranks import Ranks, device_of
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
 from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks
@@ -169,7 +169,7 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return device_of(self.local_rank, self.parallel_devices)
 
     @property
     def num_processes(self) -> int:
@@ -265,6 +265,9 @@ class PipelineStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_module(module)
         super().setup_environment()
+        local_device(
+            self.local_rank, self.root_device
+        )  # the current one, which not every accelerator of Lightning sets
         assert self.cluster_environment is not None
         self.set_world_ranks()
         limit_threads(self.num_processes)
@@ -291,6 +294,7 @@ class PipelineStrategy(ParallelStrategy):
         if self._whole.runtime is None:
             self._steps = None  # releases the runtime of an earlier run
             check_can_be_filled(module)
+            match_device(self.precision_plugin, self.root_device)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             with isolate_rng():  # random numbers that planning draws do not change those of the run

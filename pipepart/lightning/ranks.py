@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,18 @@ from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
 from pipepart.runtime.rendezvous import meeting_store
 from pipepart.runtime.strangers import closed_to_strangers
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "device_of"]
+
+
+def device_of(local_rank: int, devices: Sequence[torch.device]) -> torch.device:
+    """The device of the process with this number on its host, among the devices that the trainer uses here."""
+    if local_rank >= len(devices):
+        raise ConfigError(
+            f"the process with number {local_rank} of this host has no device: the trainer uses {len(devices)} here "
+            f"({', '.join(map(str, devices))}), one for each process. Start as many processes per host as Trainer(devices=...) "
+            "says, and make all devices of the host visible to each of them."
+        )
+    return devices[local_rank]
 
 
 class Ranks:
