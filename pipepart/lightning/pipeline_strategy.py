@@ -30,6 +30,7 @@ from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.checkpoints import Checkpoints
 from pipepart.lightning.copied_ahead import BatchPlaces
 from pipepart.lightning.data import reopen, shared_example, steps_ahead
+from pipepart.lightning.kept_on_host import only_shapes, too_large
 from pipepart.lightning.launcher import Launcher
 from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
@@ -116,7 +117,7 @@ class PipelineStrategy(ParallelStrategy):
         self._steps: RecordedSteps | None = None
         self._signals: Signals | None = None
         self._scaling: LossScaling | None = None
-        self._opened = False
+        self._opened = self._large = False
         self._plan: Plan | None = None
         self.sharded, self.after = sharded, after
         self.step_times: list[float] = []
@@ -314,7 +315,9 @@ class PipelineStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        move_to_device(self.model, self.root_device)
+        self._large = too_large(self.model, self._ranks)
+        if not self._large:
+            move_to_device(self.model, self.root_device)
 
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
         """Record the step on the first batch, agree on a plan, and keep this rank's stage."""
@@ -325,10 +328,14 @@ class PipelineStrategy(ParallelStrategy):
         job = Job(
             module, self._options, self.mesh, self._ranks.groups, self.root_device, context=context, precision=precision
         )
-        self._steps = steps = RecordedSteps(job, module)
-        built = steps.build(step, example)
+        with only_shapes(module, self._large) as values:
+            self._steps = steps = RecordedSteps(job, module)
+            built = steps.build(step, example)
         self._whole.runtime = built.runtime
-        if steps.empty:
+        if values is not None:
+            values.give_back(built.runtime)
+            move_to_device(module, self.root_device)
+        elif steps.empty:
             seed = self.broadcast(torch.initial_seed())
             fill_stage(built.runtime, seed, self._ranks.gather, from_checkpoint=trainer.ckpt_path is not None)
         self._whole.connect()
@@ -402,7 +409,7 @@ class PipelineStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self._patches.undo()
         if self.lightning_module is not None and self._whole.runtime is not None:
-            self._whole.leave(self.lightning_module, self.optimizers, self._recorded.empty)
+            self._whole.leave(self.lightning_module, self.optimizers, self._recorded.empty and not self._large)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
