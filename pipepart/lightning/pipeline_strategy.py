@@ -34,7 +34,7 @@ from pipepart.lightning.kept_on_host import only_shapes, too_large
 from pipepart.lightning.launcher import Launcher
 from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
-from pipepart.lightning.ranks import Ranks, device_of
+from pipepart.lightning.ranks import RankCollectives, Ranks, device_of
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
 from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks
@@ -57,7 +57,7 @@ _TRACED = frozenset({3, 10})
 """Traced steps of each fit: the first one after the warm-up, which short runs reach, and one with settled caches."""
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(RankCollectives, ParallelStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -184,21 +184,6 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.mesh.replicas, "rank": self.mesh.replica_of(self.global_rank)}
-
-    def barrier(self, name: str | None = None) -> None:
-        self._ranks.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._ranks.broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._ranks.reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        return self._ranks.all_gather(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self._ranks.decide(decision, all)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         return self._ranks.loader(self._batches.loader(dataloader))

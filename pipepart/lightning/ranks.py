@@ -27,7 +27,7 @@ from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
 from pipepart.runtime.rendezvous import meeting_store
 from pipepart.runtime.strangers import closed_to_strangers
 
-__all__ = ["Ranks", "device_of"]
+__all__ = ["RankCollectives", "Ranks", "device_of"]
 
 
 def device_of(local_rank: int, devices: Sequence[torch.device]) -> torch.device:
@@ -200,3 +200,24 @@ class Ranks:
 
 def _is_default(group: Any) -> bool:
     return group is None or group is dist.group.WORLD
+
+
+class RankCollectives:
+    """The collectives of a strategy of Lightning, by its ranks."""
+
+    _ranks: Ranks
+
+    def barrier(self, name: str | None = None) -> None:
+        self._ranks.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._ranks.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._ranks.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return self._ranks.all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._ranks.decide(decision, all)
