@@ -19,12 +19,27 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from pipepart.devices import current_stream, pinned
+from pipepart.devices import computes_on_host, current_stream, pinned
 from pipepart.lightning.run_patches import RunPatches
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
 
-__all__ = ["LossScaling"]
+__all__ = ["LossScaling", "match_device"]
+
+
+def match_device(plugin: Any, device: torch.device) -> None:
+    """Let mixed precision be that of the device of the run.
+
+    Lightning makes the plugin for its own accelerators only. With an accelerator of another library, autocast would be that
+    of a device which the run does not use, and the scaler would be off: the run would have full precision, or no scaling.
+    """
+    if not isinstance(plugin, MixedPrecision) or computes_on_host(device) or plugin.device == device.type:
+        return
+    plugin.device, before = device.type, plugin.scaler
+    if before is not None:
+        plugin.scaler = torch.amp.GradScaler(device.type)
+        if before.is_enabled():
+            plugin.scaler.load_state_dict(before.state_dict())
 
 
 class LossScaling:

@@ -23,17 +23,18 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from pipepart.build import Job
-from pipepart.devices import limit_threads
+from pipepart.devices import limit_threads, local_device
 from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.checkpoints import Checkpoints
 from pipepart.lightning.copied_ahead import BatchPlaces
 from pipepart.lightning.data import reopen, shared_example, steps_ahead
+from pipepart.lightning.kept_on_host import only_shapes, too_large
 from pipepart.lightning.launcher import Launcher
-from pipepart.lightning.loss_scaling import LossScaling
+from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
-from pipepart.lightning.ranks import Ranks
+from pipepart.lightning.ranks import RankCollectives, Ranks, device_of
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
 from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks
@@ -56,7 +57,7 @@ _TRACED = frozenset({3, 10})
 """Traced steps of each fit: the first one after the warm-up, which short runs reach, and one with settled caches."""
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(RankCollectives, ParallelStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -116,7 +117,7 @@ class PipelineStrategy(ParallelStrategy):
         self._steps: RecordedSteps | None = None
         self._signals: Signals | None = None
         self._scaling: LossScaling | None = None
-        self._opened = False
+        self._opened = self._large = False
         self._plan: Plan | None = None
         self.sharded, self.after = sharded, after
         self.step_times: list[float] = []
@@ -169,7 +170,7 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return device_of(self.local_rank, self.parallel_devices)
 
     @property
     def num_processes(self) -> int:
@@ -183,21 +184,6 @@ class PipelineStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.mesh.replicas, "rank": self.mesh.replica_of(self.global_rank)}
-
-    def barrier(self, name: str | None = None) -> None:
-        self._ranks.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._ranks.broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._ranks.reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        return self._ranks.all_gather(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self._ranks.decide(decision, all)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         return self._ranks.loader(self._batches.loader(dataloader))
@@ -265,6 +251,9 @@ class PipelineStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_module(module)
         super().setup_environment()
+        local_device(
+            self.local_rank, self.root_device
+        )  # the current one, which not every accelerator of Lightning sets
         assert self.cluster_environment is not None
         self.set_world_ranks()
         limit_threads(self.num_processes)
@@ -291,6 +280,7 @@ class PipelineStrategy(ParallelStrategy):
         if self._whole.runtime is None:
             self._steps = None  # releases the runtime of an earlier run
             check_can_be_filled(module)
+            match_device(self.precision_plugin, self.root_device)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             with isolate_rng():  # random numbers that planning draws do not change those of the run
@@ -310,7 +300,9 @@ class PipelineStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        move_to_device(self.model, self.root_device)
+        self._large = too_large(self.model, self._ranks)
+        if not self._large:
+            move_to_device(self.model, self.root_device)
 
     def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
         """Record the step on the first batch, agree on a plan, and keep this rank's stage."""
@@ -321,10 +313,14 @@ class PipelineStrategy(ParallelStrategy):
         job = Job(
             module, self._options, self.mesh, self._ranks.groups, self.root_device, context=context, precision=precision
         )
-        self._steps = steps = RecordedSteps(job, module)
-        built = steps.build(step, example)
+        with only_shapes(module, self._large) as values:
+            self._steps = steps = RecordedSteps(job, module)
+            built = steps.build(step, example)
         self._whole.runtime = built.runtime
-        if steps.empty:
+        if values is not None:
+            values.give_back(built.runtime)
+            move_to_device(module, self.root_device)
+        elif steps.empty:
             seed = self.broadcast(torch.initial_seed())
             fill_stage(built.runtime, seed, self._ranks.gather, from_checkpoint=trainer.ckpt_path is not None)
         self._whole.connect()
@@ -398,7 +394,7 @@ class PipelineStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self._patches.undo()
         if self.lightning_module is not None and self._whole.runtime is not None:
-            self._whole.leave(self.lightning_module, self.optimizers, self._recorded.empty)
+            self._whole.leave(self.lightning_module, self.optimizers, self._recorded.empty and not self._large)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,18 @@ from pipepart.runtime.rendezvous import meeting_store
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.watcher import watch
 
-__all__ = ["Ranks"]
+__all__ = ["RankCollectives", "Ranks", "device_of"]
+
+
+def device_of(local_rank: int, devices: Sequence[torch.device]) -> torch.device:
+    """The device of the process with this number on its host, among the devices that the trainer uses here."""
+    if local_rank >= len(devices):
+        raise ConfigError(
+            f"the process with number {local_rank} of this host has no device: the trainer uses {len(devices)} here "
+            f"({', '.join(map(str, devices))}), one for each process. Start as many processes per host as Trainer(devices=...) "
+            "says, and make all devices of the host visible to each of them."
+        )
+    return devices[local_rank]
 
 
 class Ranks:
@@ -191,3 +202,24 @@ class Ranks:
 
 def _is_default(group: Any) -> bool:
     return group is None or group is dist.group.WORLD
+
+
+class RankCollectives:
+    """The collectives of a strategy of Lightning, by its ranks."""
+
+    _ranks: Ranks
+
+    def barrier(self, name: str | None = None) -> None:
+        self._ranks.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._ranks.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._ranks.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return self._ranks.all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._ranks.decide(decision, all)

@@ -43,6 +43,12 @@ def move_to_device(module: nn.Module, device: torch.device) -> None:
     _update_properties(module, device=device)
 
 
+def _to_host(runtime: StageRuntime) -> None:
+    """Gather all values on every rank in host memory, one after the other: a device may be too small for all of them."""
+    runtime.parts.make_whole(torch.device("cpu"))
+    _update_properties(runtime.root, device=torch.device("cpu"))
+
+
 class Wholeness:
     """The state of a module before, between and after runs: cut by a runtime, whole, or locked in parts."""
 
@@ -60,7 +66,7 @@ class Wholeness:
         left = module.__dict__.get(_CUT)
         if left is not None and left.runtime is not None and left.runtime is not self.runtime:  # of another trainer
             module.__dict__.pop(_CUT)
-            left.runtime.parts.make_whole()
+            _to_host(left.runtime)
         runtime = self.runtime
         if runtime is None:
             return
@@ -84,14 +90,14 @@ class Wholeness:
             self.runtime.root.__dict__[_CUT] = _InParts(self.runtime)
 
     def make_whole(self) -> None:
-        """Gather all values on every rank and forget the plan. All ranks must call it together."""
+        """Gather all values on every rank, in host memory, and forget the plan. All ranks must call it together."""
         if self._metrics is not None:
             self._metrics.release()
         runtime, self.runtime, self._metrics = self.runtime, None, None
         if runtime is not None:
             runtime.root.__dict__.pop(_CUT, None)
             if not runtime.parts.whole:
-                runtime.parts.make_whole()
+                _to_host(runtime)
 
     def leave(self, module: LightningModule, optimizers: Sequence[Optimizer], empty: bool) -> None:
         """End a run: make the module whole, as after a run on one device, or lock it in parts.
@@ -108,11 +114,10 @@ class Wholeness:
             runtime.parts.lock("it was built on the meta device" if empty else "after='parts' is set")
             return
         self._wait_for_all()
-        runtime.parts.make_whole(torch.device("cpu"))
+        _to_host(runtime)
         if self._metrics is not None:
             self._metrics.rest()
         module.__dict__.pop(_CUT, None)
-        _update_properties(module, device=torch.device("cpu"))
         states_to_host(optimizers)
 
     def vote(self, text: str) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from watching import QUIET
 
 from pipepart import PipelineStrategy
-from pipepart.lightning.loss_scaling import LossScaling
+from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.run_patches import RunPatches
 
 CPU = torch.device("cpu")
@@ -57,6 +57,21 @@ def test_the_host_follows_the_scale(fused: bool) -> None:
 
 def test_without_a_scaler_the_factor_is_one() -> None:
     assert LossScaling(MixedPrecision("bf16-mixed", "cpu"), None, CPU, RunPatches()).factor() == 1.0
+
+
+def test_mixed_precision_is_that_of_the_device_of_the_run() -> None:
+    """Lightning gives accelerators of other libraries the plugin of one of its own."""
+    other = torch.device("xpu", 0)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=7))
+    match_device(plugin, other)
+    scaler: Any = plugin.scaler
+    assert plugin.device == scaler._device == "xpu" and scaler.is_enabled()
+    assert scaler.get_scale() == 64.0 and scaler.get_growth_interval() == 7
+    same = MixedPrecision("bf16-mixed", "cpu")
+    match_device(same, torch.device("cpu"))
+    assert same.device == "cpu" and same.scaler is None
+    match_device(same, other)
+    assert same.device == "xpu" and same.scaler is None
 
 
 class Overflow(L.LightningModule):

@@ -10,13 +10,15 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from realistic import Boring, Classifier, build
 from support.ranks import run_ranks
 from torch.utils.data import DataLoader
 from watching import QUIET
 
 from pipepart import PipelineStrategy
-from pipepart.errors import PipepartError
+from pipepart.errors import ConfigError, PipepartError
+from pipepart.lightning.ranks import device_of
 
 
 class Manual(Boring):
@@ -265,3 +267,17 @@ def test_notebook_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(connector, "_IS_INTERACTIVE", True)
     with pytest.raises(Exception, match=r"not compatible with an interactive environment"):
         L.Trainer(strategy=PipelineStrategy(stages=2), devices=2, **QUIET)
+
+
+def test_an_accelerator_that_is_not_here_is_refused_by_lightning() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(MisconfigurationException, match="No supported gpu backend found"):
+        L.Trainer(accelerator="gpu", devices=2, strategy=PipelineStrategy(stages=2), logger=False)
+
+
+def test_a_process_without_a_device_is_refused() -> None:
+    devices = [torch.device("cpu")] * 2
+    assert device_of(1, devices) == devices[1]
+    with pytest.raises(ConfigError, match="process with number 2 of this host has no device: the trainer uses 2 here"):
+        device_of(2, devices)
