@@ -148,7 +148,7 @@ def _mixed_reference(precision: str, fused: bool, clip: float | None) -> tuple[d
 )
 def test_mixed_precision(precision: str, fused: bool, clip: float | None, tmp_path: Path) -> None:
     """All stages skip the same steps: those in which the gradient of any stage overflows."""
-    answers = run_standin(_mixed, precision, fused, clip, str(tmp_path), ranks=2)
+    answers = run_standin(_mixed, precision, fused, clip, str(tmp_path), ranks=2, timeout=25)
     ((expected, scale, _),) = run_standin(_mixed_reference, precision, fused, clip)
     for state, own_scale, _ in answers:
         assert own_scale == scale
