@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipepart.errors import ConfigError
 from pipepart.machine import peak_memory, usable_cores
@@ -39,11 +40,15 @@ __all__ = [
     "limit_threads",
     "local_device",
     "memory_of",
+    "move_module",
     "new_stream",
+    "on_host",
     "on_stream",
     "peak_memory_of",
     "pinned",
+    "read_together",
     "synchronize",
+    "to_device",
     "usable_autocast",
     "used_on",
 ]
@@ -181,6 +186,26 @@ def limit_threads(processes_here: int) -> None:
         torch.set_num_threads(max(1, usable_cores() // max(1, processes_here)))
 
 
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Move a module to `device`. Its parameters stay the same objects, so that ties and optimizers hold.
+
+    For some types of devices torch makes new parameters, one for each use of a tied one.
+    """
+    switch = torch.__future__
+    before = switch.get_swap_module_params_on_conversion()
+    switch.set_swap_module_params_on_conversion(before or not _same_kind(torch.device("cpu"), device))
+    try:
+        module.to(device)
+    finally:
+        switch.set_swap_module_params_on_conversion(before)
+
+
+@cache
+def _same_kind(one: torch.device, other: torch.device) -> bool:
+    """Return whether a tensor can take the memory of one on another device."""
+    return bool(torch._has_compatible_shallow_copy_type(torch.empty(0, device=one), torch.empty(0, device=other)))
+
+
 # ---- backends
 
 
@@ -283,6 +308,27 @@ def used_on(tensor: torch.Tensor, stream: torch.Stream | None) -> None:
         tensor.record_stream(stream)
 
 
+def read_together(scalars: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the values of tensors without dimensions. The host waits once for an accelerator, not once for each."""
+    return [scalar.item() for scalar in on_host(scalars)]
+
+
+def on_host(values: Sequence[Any]) -> list[Any]:
+    """Return values with tensors that have no dimensions in host memory. The host waits once for an accelerator."""
+    away = [v for v in values if isinstance(v, torch.Tensor) and v.dim() == 0 and not computes_on_host(v.device)]
+    if not away:
+        return list(values)
+    raw = torch.cat([scalar.detach().reshape(1).view(torch.uint8) for scalar in away]).cpu()
+    parts = raw.split([scalar.element_size() for scalar in away])
+    here = {id(scalar): part.clone().view(scalar.dtype).reshape(()) for part, scalar in zip(parts, away)}
+    return [here.get(id(value), value) for value in values]
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on `device`. Neither the host nor the work of the device waits for the copy of a tensor of the host."""
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host in memory from which `device` copies without the host waiting."""
     if device.type in _WITHOUT_STREAMS or tensor.device.type != "cpu" or tensor.is_pinned():
@@ -308,8 +354,11 @@ class Stopwatch:
         return event
 
     def mark(self) -> Any:
-        """Return a mark at this point in the queue of the device."""
-        return time.perf_counter() if self._origin is None else self._event()
+        """Return a mark at this point in the queue of the device. A device without events is waited for."""
+        if self._origin is not None:
+            return self._event()
+        synchronize(self._device)
+        return time.perf_counter()
 
     def seconds(self, mark: Any) -> float:
         """Return the time at which the device reached `mark`, on the clock of `time.perf_counter`."""
@@ -317,3 +366,11 @@ class Stopwatch:
             return float(mark)
         mark.synchronize()
         return float(self._began + self._origin.elapsed_time(mark) / 1000)
+
+    def between(self, start: Any, end: Any) -> float:
+        """Return the seconds from one mark to a later one. Devices count them in single precision, so this is more exact for
+        short times than the difference of two `seconds`."""
+        if self._origin is None:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end) / 1000)

@@ -20,7 +20,7 @@ from pipepart.build import Example, Job, Recorded, Step, add_step, build
 from pipepart.build.batch_verdict import SamplesMeet
 from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
 from pipepart.build.verification import verification
-from pipepart.devices import limit_threads
+from pipepart.devices import limit_threads, move_module, to_device
 from pipepart.errors import PlanError
 from pipepart.options import Options
 from pipepart.planning import Plan
@@ -35,6 +35,7 @@ from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
 from pipepart.runtime.program import StepRequest
 from pipepart.runtime.rendezvous import join_job, processes_on_this_host, world_size
+from pipepart.runtime.watcher import watch
 from pipepart.samples.batch_numbers import NOT_KNOWN_AHEAD, EqualWeights
 from pipepart.samples.pieces import pieces_of
 from pipepart.schedule import Timeline
@@ -57,7 +58,8 @@ class Pipeline:
 
     `module_or_step` is a module whose forward returns the loss, or a bound method of a module that returns it. The example
     has the shapes of a whole batch. Under `torchrun` every rank makes the same calls, and each replica uses the batch of
-    its first stage. `plan` is a plan or the path of its file.
+    its first stage. `plan` is a plan or the path of its file. `device` is the device of this rank, or its type; by default it
+    is the accelerator with the number of the process on its host, or the CPU.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Pipeline:
         randomness: Literal["op", "stage"] = "op",
         verify: bool = False,
         batch_dim: BatchDim = 0,
+        device: str | torch.device | None = None,
     ) -> None:
         options = Options.among(locals())
-        self._device = join_job(timedelta(seconds=timeout))
+        self._device = join_job(timedelta(seconds=timeout), device)
         mesh = fit_mesh(world_size(), options.stages, options.replicas)
         limit_threads(processes_on_this_host())
         groups = Groups.create(mesh, timedelta(seconds=timeout), self._device) if mesh.world_size > 1 else None
+        watch(groups)
         self._target = module_or_step
         with guarded(groups):  # no rank waits for one that has failed
             text = self._build(tuple(example_args), dict(example_kwargs or {}), options, mesh, groups)
@@ -110,7 +114,7 @@ class Pipeline:
     ) -> str:
         """Record on the first micro-batch, agree on a plan and keep the stage of this rank; return the text on samples."""
         root = _root_of(self._target)
-        root.to(self._device)
+        move_module(root, self._device)
         self._batch = trees.moved((args, kwargs), self._device)
         self._job = Job(root, options, mesh, groups, self._device, call=True)
         training: list[Recording] = []
@@ -298,7 +302,7 @@ class Pipeline:
         return leaves_ahead(self._flattener(*call), self._runtime.recording(name), self.plan.microbatches)
 
     def _on_device(self, leaves: list[Any]) -> list[Any]:
-        return [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return [to_device(leaf, self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     @torch.enable_grad()
     def _add(self, variants: Variants, step: str) -> None:

@@ -121,7 +121,7 @@ def test_signature_of_the_strategy() -> None:
 
 
 def test_signature_of_the_pipeline() -> None:
-    others = {"self", "module_or_step", "example_args", "example_kwargs"}
+    others = {"self", "module_or_step", "example_args", "example_kwargs", "device"}
     assert differences(declared(Options), taken(Pipeline.__init__, others)) == []
 
 

@@ -17,15 +17,16 @@ import torch
 import torch.distributed as dist
 
 from pipepart.build.job import Job
+from pipepart.build.job_devices import JobDevices, devices_of_job
 from pipepart.cost import OpCosts, profiled, whole_step
 from pipepart.cost.analytic import analytic
+from pipepart.cost.device_memory import stays_on_host
 from pipepart.cost.this_machine import this_machine
 from pipepart.devices import computes_on_host
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph, op_graph
 from pipepart.options import Options
 from pipepart.planning import MicrobatchCount, Plan, neighbouring_counts, search, transfer
-from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, LOCAL_LINK, Handling
 from pipepart.planning.memory import parameter_sizes
 from pipepart.planning.sources import resized
 from pipepart.recording import Recording, prove_chunks, split
@@ -78,6 +79,7 @@ def agree_on_plan(
     measured: MeasuredCounts | None = None
     with guarded(groups):
         plan, costs = options.given_plan, None
+        devices = devices_of_job(job) if plan is None else None
         if plan is None and any(parameter.is_meta for parameter in recording.root.parameters()):
             costs = _computed(graph) if job.decides() else None
             measured = (
@@ -86,8 +88,8 @@ def agree_on_plan(
         elif plan is None:
             measured = _measured_plan_counts(job, recording, leaves, options, usual)
             costs = measured.counts[0].costs
-        if measured is not None and job.decides():
-            plan = _searched(recording, graph, measured, options, mesh, usual.batch_size, job.device)
+        if measured is not None and devices is not None and job.decides():
+            plan = _searched(recording, graph, measured, options, mesh, usual.batch_size, devices)
             costs = measured.at(plan.microbatch_size, "")
         if groups is not None:
             plan = Plan.from_json(broadcast_object(plan.to_json() if plan is not None else "", 0, groups))
@@ -131,6 +133,8 @@ def _measured_plan_counts(
     costs = profiled(recording, leaves, job.context, variant, agree=agree)
     first = MeasuredCount(len(usual), usual.sizes[0], costs)
     in_pieces = recording.batching is not None and recording.batching.in_pieces
+    if not computes_on_host(job.device) and not agree(not stays_on_host(recording.root, job.device)):
+        return MeasuredCounts((first,))  # other numbers are measured by whole steps
     if options.microbatches != "auto" or options.schedule.endswith(".csv") or in_pieces:
         return MeasuredCounts((first,))
     found = measured_counts(first, recording, leaves, usual.batch_size, job.mesh.stages, job.context, agree)
@@ -199,10 +203,9 @@ def _searched(
     options: Options,
     mesh: Mesh,
     batch_size: int,
-    device: torch.device,
+    devices: JobDevices,
 ) -> Plan:
     """Return the best plan for the mesh of this job."""
-    on_host = computes_on_host(device)
     request = options.request(
         batch_size,
         each_replica=True,
@@ -210,8 +213,7 @@ def _searched(
         replicas=mesh.replicas,
         microbatches="auto",
         counts=measured.candidates,
-        link=LOCAL_LINK if on_host else BETWEEN_GPUS,
-        handling=BY_PROCESSOR if on_host else Handling(),
+        **devices.request(),
     )
     return search(graph, measured, parameter_sizes(recording.root), request)
 

@@ -83,6 +83,7 @@ def build(job: Job, step: Step, batch: Any, further: Sequence[Step] = ()) -> Bui
     runtime = StageRuntime(StageInputs(job.root, plan, graph, planned, job.groups, job.device, options, costs))
     for other, found, cut in zip(further, others, cuts):
         runtime.add(RecordedStep(other.name, found.recording, cut, found.averaged))
+    runtime.end_set_up()
     return Built(runtime, recorded, samples, example, reference)
 
 

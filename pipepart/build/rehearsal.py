@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from pipepart.cost import state_kept
+from pipepart.devices import computes_on_host, synchronize
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.program import StepRequest
@@ -41,8 +42,10 @@ def rehearsed(runtime: StageRuntime, request: StepRequest, name: str) -> float:
 
 
 def _step(runtime: StageRuntime, request: StepRequest, name: str) -> float:
+    synchronize(runtime.device)
     started = time.perf_counter()
     runtime.train(request, name)
+    synchronize(runtime.device)
     seconds = time.perf_counter() - started
     _as_between_steps(runtime.parameters.take_gradients().values(), runtime.device)
     return seconds
@@ -54,7 +57,7 @@ def _as_between_steps(gradients: Iterable[torch.Tensor], device: torch.device) -
 
     After that, a step of a small model takes 25 % longer than directly after another step.
     """
-    if device.type == "cpu":
+    if computes_on_host(device):
         torch.ones(_BETWEEN_STEPS // 4)
     for gradient in gradients:
         first, second = gradient * 0.1, gradient * gradient

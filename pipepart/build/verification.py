@@ -58,8 +58,8 @@ def reference_of(
 
     `pieces`: the way the batch is split as a container, if it is.
     """
-    if is_abstract(recording.root):
-        return Reference(reason="the model is on the meta device")
+    if is_abstract(recording.root, recording.device):
+        return Reference(reason="the model is on the meta device, or does not fit on one device")
     try:
         leaves = recording.flatten(args, kwargs)
     except CaptureError as error:

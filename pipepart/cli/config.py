@@ -28,6 +28,7 @@ from pipepart.cli.groups import conf_folder, group_options, groups
 from pipepart.cli.libraries import load_libraries
 from pipepart.cli.targets import check_allow, check_targets, locate
 from pipepart.errors import ConfigError, PipepartError, did_you_mean
+from pipepart.files import load_yaml
 from pipepart.secrets import clean, is_secret, redacted, redacted_override
 from pipepart.values import check_number, fits, shortened
 
@@ -73,6 +74,20 @@ def _check_groups(overrides: Sequence[str], extra: Path | None, name: str) -> No
                 raise ConfigError(f"{group}={value}: there is no such {group}; {did_you_mean(value, options)}")
 
 
+def _cluster_file(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any] | None]:
+    """Take ``cluster=path/to/file.yaml`` out of the overrides; return the others, and what the file says."""
+    paths = {
+        str(override.input_line): override.value()
+        for override in parse(overrides)
+        if override.key_or_group == "cluster" and str(override.value()).endswith((".yaml", ".yml"))
+    }
+    rest = [text for text in overrides if text not in paths]
+    if not paths:
+        return rest, None
+    file = load_yaml(str(list(paths.values())[-1]), ConfigError)
+    return rest, dict(file.entries())
+
+
 def prepared(overrides: Sequence[str], extra: Path | None = None) -> list[str]:
     """Overrides for Hydra: with the user's own folder, and with `~group` for `group=null`."""
     known = groups(extra)
@@ -104,10 +119,17 @@ def initialized(extra: Path | None = None) -> Iterator[None]:
     register_schemas()
     if not OmegaConf.has_resolver("now"):  # Hydra registers its own only inside its main function
         OmegaConf.register_new_resolver("now", lambda pattern: time.strftime(pattern), use_cache=True)
+    if not OmegaConf.has_resolver("gpus"):
+        OmegaConf.register_new_resolver("gpus", _gpus)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_folder()), job_name="pipepart", version_base="1.3"):
         yield
     GlobalHydra.instance().clear()
+
+
+def _gpus(accelerator: str, devices: int) -> int | None:
+    """The GPUs that a queue must give to a run on each machine: one for each process, and none for the CPU."""
+    return None if accelerator in ("cpu", "auto") else devices
 
 
 def compose_config(
@@ -122,10 +144,13 @@ def compose_config(
     `hydra=True` keeps Hydra's own section (launcher, sweeper, choices of groups), unresolved. `trusted` are the overrides
     of the command line, if others come from a configuration file: only the command line can allow packages.
     """
+    overrides, cluster = _cluster_file(overrides) if name == "plan" else (list(overrides), None)
     _check_groups(overrides, extra, name)
     allow = allow_of(overrides if trusted is None else trusted)
     with initialized(), explaining(extra, Exception):
         config = compose(name, overrides=prepared(overrides, extra), return_hydra_config=hydra)
+        if cluster is not None:
+            config.cluster = cluster
         if not hydra:
             OmegaConf.resolve(config)
             missing = sorted(OmegaConf.missing_keys(config))

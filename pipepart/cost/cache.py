@@ -6,16 +6,17 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pipepart.cost.device_memory import stays_on_host
 from pipepart.cost.op_costs import OpCosts
-from pipepart.cost.profile import profile
+from pipepart.cost.profile import NO_MEMORY, profile
 from pipepart.cost.this_machine import processor
-from pipepart.cost.timing import Context, whole_step
+from pipepart.cost.timing import Context, device_under, whole_step
 from pipepart.devices import computes_on_host, device_name
 from pipepart.errors import PipepartError
 from pipepart.files import keep_json, load_json
@@ -48,13 +49,17 @@ def profiled(
     path = cache_folder() / "profiles" / f"{_key(recording, leaves, variant)}.json"
     found = _kept(path, tuple(node.name for node in recording.ops))
     now = 0.0
-    if found is not None and agree is not None:
-        now = sum(whole_step(recording, leaves, context))
-    good = agree is None or agree(found is not None and _holds(found, now))  # all ranks take part in the vote
+    whole = not stays_on_host(recording.root, device_under(leaves))
+    if found is not None and agree is not None and whole:
+        with suppress(torch.OutOfMemoryError):
+            now = sum(whole_step(recording, leaves, context))
+    holds = found is not None and (not whole or _holds(found, now))
+    good = agree is None or agree(holds)  # all ranks take part in the vote
     if good and found is not None:
         return found.faster(found.step / now) if now and found.step else found
     costs = profile(recording, leaves, context)
-    keep_json(path, dataclasses.asdict(costs))
+    if not any(note.startswith(NO_MEMORY) for note in costs.notes):
+        keep_json(path, dataclasses.asdict(costs))
     return costs
 
 

@@ -5,26 +5,28 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from pipepart.cost.analytic import analytic
+from pipepart.cost.device_memory import lent, lent_tensor, stays_on_host
+from pipepart.cost.measured_op import MeasuredOp, OpKind
 from pipepart.cost.op_costs import SPLIT_LAYERS, OpCosts
 from pipepart.cost.this_machine import this_machine
-from pipepart.cost.timing import Context, now, own_copy, split_layer, state_kept, time_step, typical
+from pipepart.cost.timing import Context, Timer, device_under, own_copy, split_layer, state_kept, time_step, typical
+from pipepart.devices import computes_on_host
 from pipepart.graph import op_graph
 from pipepart.recording import Recording
 from pipepart.recording.op import has_op, op_of
 
-__all__ = ["profile"]
+__all__ = ["NO_MEMORY", "profile"]
 
-_REPEATS = (3, 15)  # least and most repeats of one kind of op
-_AGAIN = 2  # repeats of a further op of a kind that was measured before
-_BUDGET = 0.02  # seconds per kind of op and direction
+NO_MEMORY = "the memory of the device is too small"
+"""The start of a note of costs that depend on the memory that was free; they are not kept."""
 
 
 def profile(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> OpCosts:
@@ -37,28 +39,36 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
     measurements: they cost the same, and a busy machine must not make one of two equal layers look slower. The time of
     an op is the lower quartile of its repeats, since a disturbance only makes a measurement longer.
 
-    An op that fails when it is run alone gets a computed cost and a note. Only a lack of memory ends the measurement.
+    An op that fails when it is run alone gets a computed cost and a note. If the memory of the device ends, all ops from
+    there on do.
+
+    The leaves are on the device that is measured. If the parameters are on the host, since the whole model does not fit on
+    the device, only those of one op at a time are there, and the step is not timed as a whole.
     """
     module = recording.graph_module()
     leaves = [own_copy(leaf) for leaf in leaves]
+    device = device_under([*leaves, *recording.root.parameters()])
     names = [node.name for node in recording.ops]
+    lends = stays_on_host(recording.root, device)
+    forward = backward = 0.0
     with state_kept(recording.root):  # gradients accumulate as in a step of several micro-batches
-        single = _OpProfiler(module, context)
+        single = _OpProfiler(module, context, device, lends)
         try:
             single.run(*(own_copy(leaf) for leaf in leaves))
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
             single.give_up(names, error)
         single.settle()
-        try:
-            forward, backward = time_step(module, leaves, recording.loss_index, context)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            forward = backward = 0.0
-            single.notes.append(f"the step could not be timed as a whole: {_one_line(error)}")
-    found = [single.found.get(name, _Measured()) for name in names]
+        if lends:
+            single.notes.append("the step is not timed as a whole: the model does not fit on one device")
+        elif not single.out_of_memory:
+            try:
+                forward, backward = time_step(module, leaves, recording.loss_index, context)
+            except torch.OutOfMemoryError as error:
+                single.release()
+                single.notes.append(f"{NO_MEMORY} to time the step as a whole: {_one_line(error)}")
+            except Exception as error:
+                single.notes.append(f"the step could not be timed as a whole: {_one_line(error)}")
+    found = [single.found.get(name, MeasuredOp()) for name in names]
     if single.failed:
         found = _completed(recording, names, found, single.failed)
     f_scale = _scale(forward, (m.forward for m in found))
@@ -82,8 +92,8 @@ def profile(recording: Recording, leaves: Sequence[Any], context: Context = null
 
 
 def _completed(
-    recording: Recording, names: Sequence[str], found: Sequence[_Measured], failed: set[str]
-) -> list[_Measured]:
+    recording: Recording, names: Sequence[str], found: Sequence[MeasuredOp], failed: set[str]
+) -> list[MeasuredOp]:
     """Return the measurements, with costs computed from FLOPs and bytes for the ops that could not be measured."""
     (kind,) = this_machine().kinds.values()
     computed = analytic(op_graph(recording), kind)
@@ -104,54 +114,14 @@ def _completed(
     return complete
 
 
-@dataclass
-class _Kind:
-    """The measurements of all ops that compute the same on the same shapes."""
-
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-    inputs_only: list[float] = field(default_factory=list)
-    """Seconds of the backward without the gradients of parameters."""
-    weights_only: list[float] = field(default_factory=list)
-    """Seconds of the backward for the gradients of parameters alone."""
-
-    def repeats(self) -> Iterator[int]:
-        """Yield repeat numbers until the budget of time is used; fewer for an op of a known kind."""
-        if self.forward:
-            yield from range(_AGAIN)
-            return
-        least, most = _REPEATS
-        for repeat in range(most):
-            if repeat >= least and sum(self.forward) + sum(self.backward) > 2 * _BUDGET:
-                return
-            yield repeat
-
-
-@dataclass
-class _Measured:
-    """The measurements of one op."""
-
-    kind: _Kind = field(default_factory=_Kind)
-    trained: bool = False
-    splits: bool = False
-    """Whether the runtime can run the backward of the op in two halves. Halves of other ops are not measured: kernels are
-    written for whole backwards, and some crash on a half (GroupNorm for weights alone, with channels-last strides)."""
-    forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0
-    """Seconds of the backward for gradients of parameters."""
-    split: float = 0.0
-    """Seconds by which both halves of the backward take longer than the whole: both do the work that they share."""
-    parameter_bytes: int = 0
-    saved_bytes: int = 0
-
-
 class _OpProfiler(fx.Interpreter):
     """Interprets the graph, and runs each op alone several times on its real inputs."""
 
-    def __init__(self, module: fx.GraphModule, context: Context) -> None:
+    def __init__(self, module: fx.GraphModule, context: Context, device: torch.device, lends: bool = False) -> None:
         super().__init__(module)
-        self.found: dict[str, _Measured] = {}
+        self._timer, self._device, self._lends = Timer(device), device, lends
+        self.out_of_memory = False
+        self.found: dict[str, MeasuredOp] = {}
         self._context = context
         self._makers: dict[int, str] = {}
         """Storage -> the op that made it. A tensor that several ops save counts once, for the first of them."""
@@ -160,14 +130,25 @@ class _OpProfiler(fx.Interpreter):
         """Op -> the op whose memory holds its output: another op if the output is a view."""
         self.savers: dict[str, list[str]] = {}
         """Op -> the ops that keep its memory for their backward."""
-        self._kinds: dict[str, _Kind] = {}
+        self._kinds: dict[str, OpKind] = {}
         self.failed: set[str] = set()
         self.notes: list[str] = []
 
     def give_up(self, names: Sequence[str], error: Exception) -> None:
         """Mark all ops without a measurement as failed, after an op that could not be run at all."""
+        self._timer.drop()
         self.failed.update(name for name in names if name not in self.found or not self.found[name].kind.forward)
-        self.notes.append(f"the costs of {len(self.failed)} ops are computed, not measured: {_one_line(error)}")
+        self.out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        why = f"{NO_MEMORY}: " if self.out_of_memory else ""
+        self.notes.append(f"{why}the costs of {len(self.failed)} ops are computed, not measured: {_one_line(error)}")
+        self.release()
+
+    def release(self) -> None:
+        """Give the memory of the device back that this run has used."""
+        self.env.clear()
+        with suppress(AttributeError, RuntimeError):
+            if not computes_on_host(self._device):
+                torch.accelerator.empty_cache()
 
     def settle(self) -> None:
         """Set the times of each op from the measurements of its kind, after all ops have run."""
@@ -187,11 +168,24 @@ class _OpProfiler(fx.Interpreter):
         return tuple(sorted({numbers[saver] for saver in savers if saver in numbers}))
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op in ("placeholder", "get_attr", "output"):
+        if n.op in ("placeholder", "output"):
             return super().run_node(n)
+        if n.op == "get_attr":
+            value = super().run_node(n)
+            return lent_tensor(value, self._device) if self._lends else value
+        with lent(self._modules(n), self._device) if self._lends else nullcontext():
+            return self._run_op(n)
+
+    def _modules(self, n: fx.Node) -> list[nn.Module]:
+        """Return the modules that an op calls."""
+        found = [self.fetch_attr(str(n.target))] if n.op == "call_module" else []
+        found += [self.env.get(node) for node in n.all_input_nodes if node.op == "get_attr"]
+        return [module for module in found if isinstance(module, nn.Module)]
+
+    def _run_op(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         signature = self._signature(n, args, kwargs)
-        measured = self.found[n.name] = _Measured(self._kinds.setdefault(signature, _Kind()))
+        measured = self.found[n.name] = MeasuredOp(self._kinds.setdefault(signature, OpKind()))
         inplace = has_op(n) and op_of(n).inplace
         call = lambda a, k: getattr(self, n.op)(n.target, a, k)  # noqa: E731
         weights = self._weights(n)
@@ -205,6 +199,7 @@ class _OpProfiler(fx.Interpreter):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            self._timer.drop()
             self.failed.add(n.name)
             self.notes.append(
                 f"the cost of {n.name} is computed, not measured: run alone, the op fails with {_one_line(error)}"
@@ -261,7 +256,7 @@ class _OpProfiler(fx.Interpreter):
 
     def _measure(
         self,
-        measured: _Measured,
+        measured: MeasuredOp,
         call: Callable[[Any, Any], Any],
         args: Any,
         kwargs: Any,
@@ -270,17 +265,17 @@ class _OpProfiler(fx.Interpreter):
     ) -> tuple[Any, dict[int, int]]:
         """Time an op, and return its result and the storages (with their sizes) that it keeps for its backward."""
         trainable = [p for p in weights if p.requires_grad]
-        kind, measured.trained = measured.kind, bool(trainable)
+        kind, measured.trained, timer = measured.kind, bool(trainable), self._timer
         forward, backward, inputs_only = kind.forward, kind.backward, kind.inputs_only
         result: Any = None
         saved = _SavedBytes({p.untyped_storage().data_ptr() for p in weights})
-        for repeat in kind.repeats():
+        for repeat in kind.repeats(timer):
             leaves: list[torch.Tensor] = []
             fresh = fx.node.map_aggregate((args, kwargs), functools.partial(_leaf, leaves, inplace))
             with saved.hooks() if repeat == 0 else nullcontext(), self._context():
-                started = now()
+                started = timer.start()
                 out = call(*fresh)
-                forward.append(now() - started)
+                timer.stop(started, forward)
             if repeat == 0:
                 result = fx.node.map_aggregate(out, functools.partial(_detached, False))
             roots = [t for t in _tensors(out) if t.requires_grad and t.grad_fn is not None]
@@ -292,13 +287,18 @@ class _OpProfiler(fx.Interpreter):
             ones = [torch.ones_like(root) for root in roots]
             split = bool(trainable and leaves) and measured.splits
             if split:
-                inputs_only.append(_timed_backward(roots, leaves, ones, retain=True))
-                kind.weights_only.append(_timed_backward(roots, trainable, ones, retain=True))
+                for part, into in ((leaves, inputs_only), (trainable, kind.weights_only)):
+                    started = timer.start()
+                    torch.autograd.backward(roots, ones, retain_graph=True, inputs=part)
+                    timer.stop(started, into)
                 for leaf in leaves:
                     leaf.grad = None
-            backward.append(_timed_backward(roots, sources, ones, retain=False))
-            if not split:
-                inputs_only.append(0.0 if trainable else backward[-1])
+            started = timer.start()
+            torch.autograd.backward(roots, ones, inputs=sources)
+            timer.stop(started, backward, *(() if split or trainable else (inputs_only,)))
+            if trainable and not split:
+                inputs_only.append(0.0)
+        timer.read()
         return result, saved.found
 
 
@@ -325,12 +325,6 @@ def _pointer(tensor: torch.Tensor) -> int:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _timed_backward(roots: Sequence[Any], sources: Sequence[Any], ones: Sequence[Any], retain: bool) -> float:
-    started = now()
-    torch.autograd.backward(roots, ones, retain_graph=retain, inputs=sources)
-    return now() - started
 
 
 def _leaf(leaves: list[torch.Tensor], inplace: bool, value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import statistics
@@ -12,13 +11,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 
 from pipepart.cost.cluster import MOST_DEVICES, Cluster, DeviceKind, LinkKind, Node
-from pipepart.devices import accelerator, computes_on_host, device_count, device_name, memory_of, synchronize
+from pipepart.cost.device_memory import reserve_of
+from pipepart.devices import accelerator, computes_on_host, device_count, device_name, memory_of, pinned, synchronize
 from pipepart.errors import PipepartError
 from pipepart.files import keep_json, load_json
 from pipepart.machine import cache_folder, usable, usable_cores
@@ -26,7 +27,9 @@ from pipepart.values import Range
 
 __all__ = ["MeasuredMachine", "measure_machine", "processor", "this_machine"]
 
-_VERSION = 3
+_VERSION = 4
+_NOT_KNOWN = 1e18
+"""Bytes of a device that does not tell its memory."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def measure_machine() -> MeasuredMachine:
         count = device_count()
         where, other = torch.device(kind, 0), torch.device(kind, count - 1)
         found = memory_of(where)
-        memory = float(found.total) if found is not None else math.inf
+        memory = float(found.total - reserve_of(found.total)) if found is not None else _NOT_KNOWN
         name = device_name(where).lower().replace(" ", "_")
     else:
         count = usable_cores()
@@ -107,13 +110,16 @@ def _key() -> str:
     return json.dumps([_VERSION, processor(), usable_cores(), gpus, torch.__version__])
 
 
-def _timed(run: Callable[[], object], where: torch.device, repeats: int = 7) -> float:
-    """Return the median seconds of a call, after one call to warm up."""
+def _timed(run: Callable[[], object], *devices: torch.device, repeats: int = 7) -> float:
+    """Return the median seconds of a call until all its devices have finished, after one call to warm up."""
     times = []
+    for device in devices:
+        synchronize(device)
     for _ in range(repeats + 1):
         start = time.perf_counter()
         run()
-        synchronize(where)
+        for device in devices:
+            synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
@@ -142,14 +148,14 @@ def _launch(where: torch.device) -> float:
 
 
 def _measured_link(where: torch.device, other: torch.device) -> LinkKind:
-    """Measure a copy from the first GPU to the last, or for cores a copy through a shared buffer and a pipe."""
+    """Measure a copy from the first GPU to the last, or for cores a copy through a shared buffer and a pipe.
+
+    A single GPU has no other one: its link is a copy through host memory, as between GPUs without a connection of their own.
+    """
+    if not computes_on_host(where):
+        return _peer_link(where, other)
     size = 1 << 22
     a = torch.zeros(size, dtype=torch.uint8, device=where)
-    if not computes_on_host(where):
-        b = torch.zeros(size, dtype=torch.uint8, device=other)
-        tiny = a[:8], b[:8]
-        latency = _timed(lambda: tiny[1].copy_(tiny[0]), where)
-        return LinkKind("peer", size / max(_timed(lambda: b.copy_(a), where) - latency, 1e-9), latency)
     shared = torch.zeros(size, dtype=torch.uint8)
     shared.share_memory_()  # type: ignore[no-untyped-call]
     back = torch.empty_like(a)
@@ -160,6 +166,21 @@ def _measured_link(where: torch.device, other: torch.device) -> LinkKind:
 
     seconds = _timed(through, where)
     return LinkKind("shared_memory", size / seconds, _pipe_latency())
+
+
+def _peer_link(where: torch.device, other: torch.device, size: int = 1 << 26) -> LinkKind:
+    a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for device in (where, other))
+    host = pinned(torch.zeros(size if where == other else 0, dtype=torch.uint8), where)
+
+    def copy(count: int) -> None:
+        if where == other:
+            host[:count].copy_(a[:count], non_blocking=True)
+            b[:count].copy_(host[:count], non_blocking=True)
+        else:
+            b[:count].copy_(a[:count], non_blocking=True)
+
+    latency, whole = (_timed(partial(copy, count), where, other) for count in (8, size))
+    return LinkKind("peer", size / max(whole - latency, 1e-9 * size / 1000), latency)
 
 
 def _pipe_latency(rounds: int = 300) -> float:

@@ -1,28 +1,79 @@
-"""Measurement of the time of a whole step, which does not change the state of the model."""
+"""Measurement of times on a device, and of the time of a whole step, which does not change the state of the model."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from pipepart.devices import accelerator, synchronize
+from pipepart.devices import Stopwatch, computes_on_host
 from pipepart.recording import Recording
 from pipepart.recording.model_state.state import preserved
 from pipepart.recording.op import has_op, op_of
 
-__all__ = ["Context", "now", "own_copy", "split_layer", "state_kept", "time_step", "typical", "whole_step"]
+__all__ = [
+    "Context",
+    "Timer",
+    "device_under",
+    "own_copy",
+    "split_layer",
+    "state_kept",
+    "time_step",
+    "typical",
+    "whole_step",
+]
 
 _STEPS = (5, 100)  # least and most repeats of the whole step
 _FEW_STEPS = (3, 50)  # the same for a check of an earlier measurement
 _STEP_BUDGET = 1.5  # seconds for the whole step; the speed of a machine changes from moment to moment
 
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Timer:
+    """Seconds of work on a device.
+
+    On the host the times are known at once. An accelerator marks them in its queue, and is waited for when they are read:
+    a wait around each op would add the time in which its queue is empty.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._watch, self._at_once = Stopwatch(device), computes_on_host(device)
+        self._open: list[tuple[Sequence[list[float]], Any, Any]] = []
+
+    def start(self) -> Any:
+        """Return a mark at the start of a piece of work."""
+        return self._watch.mark()
+
+    def stop(self, started: Any, *lists: list[float]) -> None:
+        """Append the seconds since `started` to each list, now or when they are read."""
+        stopped = self._watch.mark()
+        self._open.append((lists, started, stopped))
+        if self._at_once:
+            self.read()
+
+    def read(self) -> None:
+        """Append all times that are not in their lists yet."""
+        for lists, started, stopped in self._open:
+            seconds = self._watch.between(started, stopped)
+            for one in lists:
+                one.append(seconds)
+        self._open.clear()
+
+    def drop(self) -> None:
+        """Forget the times that were not read, after a failure."""
+        self._open.clear()
+
+
+def device_under(values: Iterable[Any]) -> torch.device:
+    """Return the device of the first tensor of an accelerator among these values, or of the first tensor; else the CPU."""
+    found = [value.device for value in values if isinstance(value, torch.Tensor)]
+    return next((device for device in found if not computes_on_host(device)), torch.device("cpu"))
 
 
 def whole_step(recording: Recording, leaves: Sequence[Any], context: Context = nullcontext) -> tuple[float, float]:
@@ -50,20 +101,24 @@ def time_step(
     backward: list[float] = []
     parameters = [p for p in module.parameters() if p.requires_grad]
     copies = any(has_op(node) and op_of(node).inplace for node in module.graph.nodes)
+    timer = Timer(device_under([*leaves, *parameters]))
     least, most = steps
     for repeat in range(most):
-        if repeat >= least and sum(forward) + sum(backward) > budget:
+        if repeat == least:
+            timer.read()
+        if repeat >= least and (sum(forward) + sum(backward)) * repeat / len(forward) > budget:
             break
         given = [own_copy(leaf) for leaf in leaves] if copies else leaves  # each run starts from the same values
         with context():
-            started = now()
+            started = timer.start()
             outputs = module(*given)
-            forward.append(now() - started)
+            timer.stop(started, forward)
         if loss_index is not None and parameters:
-            started = now()
+            started = timer.start()
             torch.autograd.backward(outputs[loss_index], inputs=parameters)
-            backward.append(now() - started)
+            timer.stop(started, backward)
         del outputs
+    timer.read()
     # The first step warms up: it allocates the memory that the others reuse.
     return _mean(forward[1:]), _mean(backward[1:])
 
@@ -84,12 +139,6 @@ def _mean(seconds: Sequence[float]) -> float:
     """Return the mean without the slowest 5 %. A step includes the disturbances of a run, so a quartile would be too low."""
     kept = sorted(seconds)[: max(1, len(seconds) - -(-len(seconds) // 20))]
     return statistics.fmean(kept) if kept else 0.0
-
-
-def now() -> float:
-    """Return the time after the accelerator, if there is one, has finished all work so far."""
-    synchronize(torch.device(accelerator() or "cpu"))
-    return time.perf_counter()
 
 
 class _Two(torch.autograd.Function):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -13,11 +15,18 @@ from pipepart.lightning import sharded as shards
 from pipepart.lightning.checkpoint_files import CheckpointError, verify
 from pipepart.lightning.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
 from pipepart.lightning.ranks import Ranks
-from pipepart.runtime import StageRuntime
+from pipepart.runtime import Groups, StageRuntime
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.meeting import exchange_objects
+from pipepart.runtime.leaving import release_groups, released_with
+from pipepart.runtime.meeting import exchange_objects, meet
+from pipepart.runtime.mesh import own_group
+from pipepart.runtime.strangers import closed_to_strangers
 
 __all__ = ["Checkpoints"]
+
+_HOST = "gloo"
+_LIMIT = 6 * 3600.0
+"""Seconds that ranks wait for a checkpoint that others write or check, however short the timeout of a step is."""
 
 
 class Checkpoints:
@@ -26,6 +35,30 @@ class Checkpoints:
     def __init__(self, ranks: Ranks, sharded: Callable[[], bool]) -> None:
         """`sharded` returns whether each stage writes its own part. It is called for each checkpoint."""
         self._ranks, self._sharded = ranks, sharded
+        self._patient: Groups | None = None
+
+    def prepare(self) -> None:
+        """Make the groups of checkpoints before there is one: later the disk may be full, also for the store of the job."""
+        self._groups()
+
+    def _groups(self) -> Groups | None:
+        """The groups of the job with a limit of their own, for ranks that wait until others have written.
+
+        A rank that fails meanwhile sends its failure, and a rank that dies closes its connections: the others notice both at
+        once. They are made at the first call, which all ranks must make together, and with the help of the store of the job.
+        """
+        groups = self._ranks.groups
+        if groups is None or (self._patient is not None and self._patient.number == groups.number):
+            return self._patient if groups is not None else None
+        limit, mesh = max(_LIMIT, groups.timeout), groups.mesh
+        with guarded(groups), closed_to_strangers():
+            meet(groups)
+            lists = [[list(range(mesh.world_size))], [mesh.pipeline(replica) for replica in range(mesh.replicas)]]
+            world, pipeline = (own_group(groups.rank, ranks, timedelta(seconds=limit), _HOST) for ranks in lists)
+        assert world is not None and pipeline is not None
+        self._patient = replace(groups, world=world, pipeline=pipeline, timeout=limit)
+        released_with(self._patient, release_groups, [world, pipeline])
+        return self._patient
 
     def model_state(self, runtime: StageRuntime) -> dict[str, Any]:
         return runtime.parts.own_state_dict() if self._sharded() else runtime.parts.full_state_dict()
@@ -39,7 +72,8 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint. If one rank cannot write, all ranks raise."""
         if self._sharded():
-            shards.save(checkpoint, path, runtime, self._together)
+            groups = self._groups()
+            shards.save(checkpoint, path, runtime, self._together, None if groups is None else groups.pipeline)
         else:
             self._on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
 
@@ -76,15 +110,15 @@ class Checkpoints:
 
     def _together(self, action: Callable[[], None]) -> None:
         """Run an action that may fail on one rank. If it does, all ranks raise the same message."""
-        failure: Exception | None = None
+        groups, failure = self._groups(), None
         try:
             action()
         except Exception as error:
             failure = error
         failures: list[str | None] = [None]
-        if self._ranks.groups is not None:
-            with guarded(self._ranks.groups):  # not through the store of the job, which may be on the same full disk
-                failures = exchange_objects(None if failure is None else str(failure), self._ranks.groups)
+        if groups is not None:
+            with guarded(groups):  # not through the store of the job, which may be on the same full disk
+                failures = exchange_objects(None if failure is None else str(failure), groups)
         if failure is not None:
             raise failure
         for rank, text in enumerate(failures):

@@ -21,13 +21,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from pipepart.errors import PlanError
 
 __all__ = [
+    "LoaderAround",
     "batches_ahead",
     "ends_together",
     "needs_agreement",
     "prepare",
+    "received",
     "reopen",
     "shared_example",
     "steps_ahead",
+    "transfer_hook",
     "why_not_ahead",
 ]
 
@@ -42,7 +45,15 @@ def shared_example(trainer: Trainer, given: Any, broadcast: Callable[[Any], Any]
         loader = _open_loader(trainer)
         example = _first_batch(trainer, loader) if trainer.is_global_zero else None
     example = broadcast(example)
-    return example if given is None and trainer.is_global_zero else trainer.strategy.batch_to_device(example)
+    if given is not None:
+        return trainer.strategy.batch_to_device(example)
+    return example if trainer.is_global_zero else received(trainer, example)
+
+
+def received(trainer: Trainer, batch: Any) -> Any:
+    """A batch that another rank has prepared and sent, on the device of this rank. No other hook runs a second time."""
+    module: Any = trainer.lightning_module
+    return module._call_batch_hook("transfer_batch_to_device", batch, trainer.strategy.root_device, 0)
 
 
 def _open_loader(trainer: Trainer) -> Any:
@@ -174,12 +185,8 @@ def batches_ahead(trainer: Trainer) -> list[Any]:
 
 def why_not_ahead(trainer: Trainer, module: LightningModule) -> str:
     """The code of the user that must not see a batch early, as a name; empty if there is none."""
-    datamodule: Any = getattr(trainer, "datamodule", None)
-    for hook in _HOOKS:
-        if is_overridden(hook, module, LightningModule):
-            return f"{type(module).__name__}.{hook}"
-        if datamodule is not None and is_overridden(hook, datamodule, LightningDataModule):
-            return f"{type(datamodule).__name__}.{hook}"
+    if hook := transfer_hook(trainer, module):
+        return hook
     loader: Any = trainer.fit_loop._combined_loader
     for one in loader.flattened if loader is not None else ():
         if hasattr(_unwrapped(one), "state_dict"):
@@ -187,11 +194,46 @@ def why_not_ahead(trainer: Trainer, module: LightningModule) -> str:
     return ""
 
 
+def transfer_hook(trainer: Trainer, module: LightningModule) -> str:
+    """The hook around the transfer of a batch to the device that the user has written, as a name; empty if there is none."""
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    for hook in _HOOKS:
+        if is_overridden(hook, module, LightningModule):
+            return f"{type(module).__name__}.{hook}"
+        if datamodule is not None and is_overridden(hook, datamodule, LightningDataModule):
+            return f"{type(datamodule).__name__}.{hook}"
+    return ""
+
+
+# ---- loaders around loaders
+
+
+class LoaderAround:
+    """A loader around that of the user, which has all its other attributes."""
+
+    def __init__(self, loader: Any, **own: Any) -> None:
+        self.__dict__.update(_loader=loader, **own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loader, name, value)
+
+
+def _unwrapped(loader: Any) -> Any:
+    """The loader of the user, for a rank that reads it alone."""
+    return _unwrapped(loader._loader) if isinstance(loader, LoaderAround) else loader
+
+
 # ---- streams
 
 
 def needs_agreement(loader: Any) -> bool:
     """Whether ranks may see different numbers of batches: with streams, not with datasets that have an index."""
+    loader = _unwrapped(loader)
     if isinstance(loader, DataLoader):
         return isinstance(loader.dataset, IterableDataset)
     return not hasattr(loader, "__len__")
@@ -209,20 +251,9 @@ def ends_together(loader: Any, reads: bool, agree: Callable[[bool], bool]) -> An
     return _SizedStream(loader, reads, agree)
 
 
-def _unwrapped(loader: Any) -> Any:
-    """The loader of the user, for a rank that reads it alone."""
-    return loader._loader if isinstance(loader, _Stream) else loader
-
-
-class _Stream:
+class _Stream(LoaderAround):
     def __init__(self, loader: Any, reads: bool, agree: Callable[[bool], bool]) -> None:
-        self.__dict__.update(_loader=loader, _reads=reads, _agree=agree)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loader, name, value)
+        super().__init__(loader, _reads=reads, _agree=agree)
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)

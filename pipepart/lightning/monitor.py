@@ -219,11 +219,11 @@ def _samples_of(batch: Any, otherwise: int) -> int:
 def _in_all_replicas(runtime: StageRuntime, samples: int) -> int:
     """The samples that all replicas have trained on. Correct on the first stages, which read the data."""
     groups = runtime.groups
-    if groups is None or groups.copies is None or groups.stage != 0:
+    if groups is None or groups.numbers is None or groups.stage != 0:
         return samples
-    total = torch.tensor(float(samples), device=runtime.device)
+    total = torch.tensor(samples)
     with guarded(groups):
-        dist.all_reduce(total, group=groups.copies)
+        dist.all_reduce(total, group=groups.numbers)
     return int(total)
 
 

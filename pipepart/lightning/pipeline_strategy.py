@@ -28,13 +28,15 @@ from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.checkpoints import Checkpoints
+from pipepart.lightning.copied_ahead import BatchPlaces
 from pipepart.lightning.data import reopen, shared_example, steps_ahead
 from pipepart.lightning.launcher import Launcher
+from pipepart.lightning.loss_scaling import LossScaling
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.ranks import Ranks
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
-from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks, connect_scaler, loss_scale_of
+from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks
 from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import Wholeness, move_to_device
 from pipepart.planning import Plan
@@ -50,8 +52,6 @@ _EVALUATION = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
-_WORTH_A_REHEARSAL = 50
-"""Number of batches. Shorter runs are not rehearsed, since the rehearsal would take a large part of the run."""
 _TRACED = frozenset({3, 10})
 """Traced steps of each fit: the first one after the warm-up, which short runs reach, and one with settled caches."""
 
@@ -108,12 +108,14 @@ class PipelineStrategy(ParallelStrategy):
         self._options = options
         self.num_nodes = 1
         self._layer_sync: Any = None  # set by the trainer for sync_batchnorm=True, which is refused
-        self._ranks = Ranks(options, lambda: self.num_nodes * self.num_processes)
+        self._ranks = Ranks(options, lambda: self.num_nodes * self.num_processes, lambda: self.root_device)
         self._whole = Wholeness(self._ranks, lambda: self.after)
         self._checkpoints = Checkpoints(self._ranks, lambda: self.sharded)
+        self._batches = BatchPlaces(lambda: self._module_and_trainer()[1], self._whole)
         self._patches = RunPatches()
         self._steps: RecordedSteps | None = None
         self._signals: Signals | None = None
+        self._scaling: LossScaling | None = None
         self._opened = False
         self._plan: Plan | None = None
         self.sharded, self.after = sharded, after
@@ -198,7 +200,12 @@ class PipelineStrategy(ParallelStrategy):
         return self._ranks.decide(decision, all)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        return self._ranks.loader(dataloader)
+        return self._ranks.loader(self._batches.loader(dataloader))
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if device is None and self._batches.stay_on_host():
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # ---- checkpoints
 
@@ -289,14 +296,16 @@ class PipelineStrategy(ParallelStrategy):
             with isolate_rng():  # random numbers that planning draws do not change those of the run
                 self._build(trainer, module, "training_step" if fitting else _EVALUATION[TrainerFn(trainer.state.fn)])
         self.runtime.seeds.seed = self.broadcast(seed)
-        self._signals = Signals(trainer, self._ranks.groups, self.root_device, self._patches)
+        self._signals = Signals(trainer, self._ranks.groups, self._patches)
         if fitting:
             self.step_times = []
             self._recorded.start_fit(self.step_times)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.precision_plugin)
+            if trainer.checkpoint_callbacks:
+                self._checkpoints.prepare()
         self.setup_precision_plugin()
-        connect_scaler(self.precision_plugin, self._ranks.groups, self.root_device, self._patches)
+        self._scaling = LossScaling(self.precision_plugin, self._ranks.groups, self.root_device, self._patches)
         self._patches.put(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
 
     def model_to_device(self) -> None:
@@ -322,8 +331,7 @@ class PipelineStrategy(ParallelStrategy):
         built.runtime.tracing.numbers = _TRACED
         self.rehearsed, self._plan = None, None
         if step == "training_step":  # the rehearsal of a plan from a file may have run on another machine
-            if not steps.empty and steps_ahead(trainer) >= _WORTH_A_REHEARSAL:
-                self.rehearsed = steps.rehearse(example)
+            self.rehearsed = steps.rehearse(example, steps_ahead(trainer))
             self._plan = replace(self.runtime.plan, rehearsed=self.rehearsed)
         nodes = self._ranks.describe_nodes(self.num_nodes)
         tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{nodes}{steps.describe(step, built)}\n")
@@ -337,7 +345,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def training_step(self, batch: Any, batch_idx: int = 0, *args: Any) -> Any:
         """Forward and backward of all micro-batches. The new gradients are kept apart until `backward` is called."""
-        return self._recorded.train(batch, batch_idx, loss_scale_of(self.precision_plugin, self.root_device))
+        return self._recorded.train(batch, batch_idx, 1.0 if self._scaling is None else self._scaling.factor())
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Hand over the gradients where Lightning expects them. The backward itself has run in the schedule."""
@@ -358,7 +366,7 @@ class PipelineStrategy(ParallelStrategy):
     def _evaluate(self, step: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
         answer = self._recorded.evaluate(step, batch, batch_idx, dataloader_idx)
         if self._signals is not None:
-            self._signals.agree()
+            self._signals.agree(step)
         return answer
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _distributed_is_initialized,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _init_dist_connection
 from torch import nn
 
 from pipepart.devices import backend_for
@@ -31,19 +26,30 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
 from pipepart.runtime.rendezvous import meeting_store
 from pipepart.runtime.strangers import closed_to_strangers
+from pipepart.runtime.watcher import watch
 
 __all__ = ["Ranks"]
 
 
 class Ranks:
-    """The ranks of a job, their process groups and collectives. Lightning divides data over replicas, not over ranks."""
+    """The ranks of a job, their process groups and collectives. Lightning divides data over replicas, not over ranks.
 
-    def __init__(self, options: Options, devices: Callable[[], int]) -> None:
-        """`devices` returns the number of processes. It is called when the trainer has connected its environment."""
-        self._options, self._devices = options, devices
+    Collectives use the groups of pipepart only: the default group may be one of the user's program, without a backend for
+    host memory. Votes, flags and objects travel in host memory, so that the host does not wait for the device.
+    """
+
+    def __init__(self, options: Options, devices: Callable[[], int], device: Callable[[], torch.device]) -> None:
+        """`devices` returns the number of processes, `device` that of this process.
+
+        They are called when the trainer has connected its environment.
+        """
+        self._options, self._devices, self._device = options, devices, device
         self.groups: Groups | None = None
         """None before `join`, and in a job of one process."""
-        self.device = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return self._device()
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -56,7 +62,6 @@ class Ranks:
 
     def join(self, environment: ClusterEnvironment, device: torch.device, nodes: int) -> None:
         """Connect this process with the others of the job. Every rank must call it. A second call changes nothing."""
-        self.device = device
         timeout, store = timedelta(seconds=self.timeout), None
         if not dist.is_initialized():
             rank, world = environment.global_rank(), environment.world_size()
@@ -66,8 +71,7 @@ class Ranks:
             _init_dist_connection(environment, backend_for(device), timeout=timeout, store=store)
         if isinstance(environment, LightningEnvironment):  # the launcher has tied this process to rank 0
             outlive_parent()
-        if self.groups is None and self.mesh.world_size > 1:
-            self.groups = Groups.create(self.mesh, timeout, device)
+        _ = self._connected
 
     def describe_nodes(self, nodes: int) -> str:
         """The stages on each node, one line per node; empty for a single node.
@@ -86,53 +90,77 @@ class Ranks:
 
     # ---- collectives
 
+    @property
+    def _connected(self) -> Groups | None:
+        """The groups; None in a job of one process, and before it is connected.
+
+        They are made at the first use, which may be before a run in a job that the user's program has connected.
+        """
+        if self.groups is None and dist.is_initialized() and self.mesh.world_size > 1:
+            self.groups = Groups.create(self.mesh, timedelta(seconds=self.timeout), self.device)
+            watch(self.groups)
+        return self.groups
+
     def barrier(self) -> None:
-        if _distributed_is_initialized():
-            with guarded(self.groups):
-                dist.barrier() if self.groups is None else meet(self.groups)
+        groups = self._connected
+        if groups is not None:
+            with guarded(groups):
+                meet(groups)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized() or dist.get_world_size() == 1:
+        groups = self._connected
+        if groups is None:
             return obj
-        if self.groups is not None:
-            with guarded(self.groups):
-                return broadcast_object(obj, src, self.groups)
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        with guarded(groups):
+            return broadcast_object(obj, src, groups)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank."""
-        if self.groups is None:
+        groups = self._connected
+        if groups is None:
             return [value]
-        with guarded(self.groups):
-            return gather_objects(value, self.groups)
+        with guarded(groups):
+            return gather_objects(value, groups)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas. The stages of one replica have equal values."""
-        if not isinstance(tensor, torch.Tensor) or self.groups is None or self.groups.copies is None:
+        """Reduce a tensor in place over the replicas. The stages of one replica have equal values."""
+        groups = self._connected
+        if not isinstance(tensor, torch.Tensor) or groups is None or groups.copies is None:
             return tensor
-        with guarded(self.groups):
-            return _sync_ddp_if_available(tensor, group or self.groups.copies, reduce_op=reduce_op)
+        chosen = groups.copies if _is_default(group) else group
+        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        mean = name in ("mean", "avg", dist.ReduceOp.AVG)  # gloo has no mean
+        if mean or name is None:
+            op: Any = dist.ReduceOp.SUM
+        else:
+            op = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) else name
+        with guarded(groups):
+            dist.all_reduce(tensor, op, group=chosen)
+        if not mean:
+            return tensor
+        count = dist.get_world_size(chosen)
+        return tensor.div_(count) if tensor.is_floating_point() else tensor.copy_(tensor / count)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """One entry for each replica. The stages of one replica have equal values."""
-        if group is None or group is dist.group.WORLD:
-            if self.groups is None:
+        groups = self._connected
+        if _is_default(group):
+            if groups is None:
                 return tensor
-            if self.groups.copies is None:
+            if groups.copies is None:
                 return tensor.unsqueeze(0)
-            group = self.groups.copies
-        with guarded(self.groups):
+            group = groups.copies
+        with guarded(groups):
             return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def decide(self, decision: bool, all: bool = True) -> bool:
         """Whether the decision is true on all ranks (or on any). Stages of one replica may differ (time, signals)."""
-        if not _distributed_is_initialized():
+        groups = self._connected
+        if groups is None:
             return decision
-        votes = torch.tensor(int(decision), device=self.device)
-        with guarded(self.groups):
-            dist.all_reduce(votes)
+        votes = torch.tensor(int(decision))
+        with guarded(groups):
+            dist.all_reduce(votes, group=groups.world)
         return bool(votes == self.mesh.world_size) if all else bool(votes)
 
     # ---- data and weights
@@ -158,4 +186,8 @@ class Ranks:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 if not tensor.is_meta:
-                    dist.broadcast(tensor.data, 0)
+                    dist.broadcast(tensor.data, 0, group=self.groups.world)
+
+
+def _is_default(group: Any) -> bool:
+    return group is None or group is dist.group.WORLD

@@ -17,7 +17,7 @@ from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
 from pipepart.build.verification import verification
 from pipepart.errors import CaptureError
 from pipepart.lightning.announce import tell
-from pipepart.lightning.data import batches_ahead, prepare, why_not_ahead
+from pipepart.lightning.data import batches_ahead, prepare, received, why_not_ahead
 from pipepart.lightning.effects import Effects, record_with_effects
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.repeat_effects import repeat_effects
@@ -31,6 +31,9 @@ from pipepart.samples.batch_numbers import NOT_KNOWN_AHEAD
 from pipepart.samples.pieces import pieces_of
 
 __all__ = ["RecordedSteps"]
+
+_WORTH_A_REHEARSAL = 50
+"""Number of batches. Shorter runs are not rehearsed, since the rehearsal would take a large part of the run."""
 
 
 class RecordedSteps:
@@ -166,8 +169,13 @@ class RecordedSteps:
             for index, batch in enumerate(coming, batch_idx + 1)
         ]
 
-    def rehearse(self, example: Any) -> float | None:
-        """The measured time of a training step on the example. None: the whole batch needs another recording."""
+    def rehearse(self, example: Any, ahead: float) -> float | None:
+        """The measured time of a training step on the example.
+
+        None if there are few batches `ahead`, if the model has no values, or if the whole batch needs another recording.
+        """
+        if self.empty or ahead < _WORTH_A_REHEARSAL:
+            return None
         name, leaves = self.variants["training_step"].choose(self._flatten(example, 0, None), self.runtime)
         if name is None:  # it is recorded when the batch is trained on
             return None
@@ -207,7 +215,7 @@ class RecordedSteps:
                 source = groups.rank_of_stage(runtime.plan.placement[0])
                 batch = broadcast_object(batch, source, groups, inside_replica=True)
             if groups.rank != source:
-                batch = self._module.trainer.strategy.batch_to_device(batch)
+                batch = received(self._module.trainer, batch)
         options = replace(self._job.options, plan=None, microbatches=runtime.plan.microbatches)
         part = example_microbatch(batch, options, self._job.mesh, self._module, fewer=True)
 

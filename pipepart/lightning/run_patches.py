@@ -1,10 +1,11 @@
 """Replaced attributes of Lightning's classes and objects: they are in place during a run, and `undo` restores them.
 
-All replacements of a run are here: fine-tuning callbacks, model summaries, the loss scaler, and signal handlers.
+Here are those of fine-tuning callbacks, model summaries and signal handlers; `loss_scaling` has those of the loss scaler.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelSummary
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
@@ -23,9 +23,13 @@ from pipepart.recording.model_state.state import stand_ins
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
 
-__all__ = ["RunPatches", "Signals", "connect_callbacks", "connect_scaler", "loss_scale_of"]
+__all__ = ["RunPatches", "Signals", "connect_callbacks"]
 
 _ABSENT = object()
+_ANSWERS_WITHIN = 0.1
+"""Seconds between two exchanges of flags, if steps are shorter than that."""
+_MOST_CALLS = 16
+"""Steps between two exchanges, at most: the next steps may take longer than the last ones."""
 
 
 class RunPatches:
@@ -73,7 +77,7 @@ def _summary(original: Callable[..., Any], trainer: Trainer, pl_module: Lightnin
     if pl_module.example_input_array is None:
         return original(trainer, pl_module)
     try:
-        with stand_ins(pl_module) as mode, mode:
+        with stand_ins(pl_module, pl_module.device) as mode, mode:
             return original(trainer, pl_module)
     except Exception as error:  # some forwards need values
         reason = (str(error).strip().splitlines() or [""])[0][:160]
@@ -89,55 +93,6 @@ def _summary(original: Callable[..., Any], trainer: Trainer, pl_module: Lightnin
             pl_module.example_input_array = example
 
 
-# ---- loss scaler
-
-
-def _scaler_of(plugin: Any) -> Any:
-    return plugin.scaler if isinstance(plugin, MixedPrecision) else None
-
-
-def loss_scale_of(plugin: Any, device: torch.device) -> float:
-    """The factor of the loss before the backward."""
-    scaler = _scaler_of(plugin)
-    if scaler is None or not scaler.is_enabled():
-        return 1.0
-    if scaler._scale is None:  # made at the first use
-        scaler._lazy_init_scale_growth_tracker(device)
-    return float(scaler.get_scale())
-
-
-def connect_scaler(plugin: Any, groups: Groups | None, device: torch.device, patches: RunPatches) -> None:
-    """Let all stages skip a step together if a gradient is not finite on one of them.
-
-    Gradients are checked in `unscale_`, and in `_check_inf_per_device` for fused optimizers, which unscale themselves.
-    """
-    scaler = _scaler_of(plugin)
-    if scaler is None or groups is None:
-        return
-    for name in ("unscale_", "_check_inf_per_device"):
-        patches.put(scaler, name, _check_on_all_stages(getattr(scaler, name), scaler, groups, device))
-
-
-def _check_on_all_stages(
-    own: Callable[[Any], Any], scaler: Any, groups: Groups, device: torch.device
-) -> Callable[[Any], Any]:
-    def check(optimizer: Any) -> Any:
-        result = own(optimizer)
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        total = torch.zeros((), device=device)
-        for value in found.values():
-            total += value.to(device)
-        with guarded(groups):
-            dist.all_reduce(total)
-        for key in found:
-            found[key].copy_(total)
-        if not found:  # no parameter of this stage has a gradient
-            found[device] = total
-        return result
-
-    return check
-
-
 # ---- signals
 
 
@@ -148,9 +103,10 @@ class Signals:
     moment, so here a handler only sets a flag, and the ranks exchange their flags between steps.
     """
 
-    def __init__(self, trainer: Trainer, groups: Groups | None, device: torch.device, patches: RunPatches) -> None:
-        self._trainer, self._groups, self._device = trainer, groups, device
+    def __init__(self, trainer: Trainer, groups: Groups | None, patches: RunPatches) -> None:
+        self._trainer, self._groups = trainer, groups
         self._terminate = self._requeue = False
+        self._kind, self._calls, self._next, self._since = "", 0, 1, time.perf_counter()
         connector: Any = trainer._signal_connector
         self._save_and_requeue: Callable[[int, Any], None] = type(connector)._slurm_sigusr_handler_fn.__get__(connector)
         patches.put(connector, "_sigterm_notifier_fn", self._on_sigterm)
@@ -172,14 +128,25 @@ class Signals:
         else:
             self._requeue = True
 
-    def agree(self) -> None:
-        """Exchange the flags. Afterwards `trainer.received_sigterm` is the same on all ranks."""
+    def agree(self, kind: str) -> None:
+        """Exchange the flags, if it is time to. Afterwards `trainer.received_sigterm` is the same on all ranks.
+
+        All ranks must call it equally often. An exchange costs a fraction of a millisecond, as much as a short step. So with
+        short steps of one `kind` it takes place only each few calls, whose number all ranks know from the last exchange.
+        """
         if self._groups is None:
             return
+        self._calls += 1
+        if kind == self._kind and self._calls < self._next:
+            return
+        mine = int(1e6 * (time.perf_counter() - self._since) / self._calls)
         with guarded(self._groups):
-            flags = torch.tensor([self._terminate, self._requeue], dtype=torch.int32, device=self._device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            terminate, requeue = (bool(flag) for flag in flags)
+            flags = torch.tensor([self._terminate, self._requeue, mine])
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
+        terminate, requeue, slowest = flags.tolist()
+        # After a change of the kind, the time of a call is not known yet.
+        self._next = min(_MOST_CALLS, max(1, int(1e6 * _ANSWERS_WITHIN / max(1, slowest)))) if kind == self._kind else 1
+        self._kind, self._calls, self._since = kind, 0, time.perf_counter()
         if requeue:
             self._requeue = False
             self._save_and_requeue(0, None)
@@ -187,7 +154,7 @@ class Signals:
             self._trainer._signal_connector.received_sigterm = True
 
     def _between_steps(self) -> None:
-        self.agree()
+        self.agree("training_step")
         if self._trainer.received_sigterm:
             raise SIGTERMException
 

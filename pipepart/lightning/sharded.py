@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
@@ -63,12 +64,16 @@ def is_sharded(path: Any) -> bool:
 
 
 def save(
-    checkpoint: dict[str, Any], path: Any, runtime: StageRuntime, together: Callable[[Callable[[], None]], None]
+    checkpoint: dict[str, Any],
+    path: Any,
+    runtime: StageRuntime,
+    together: Callable[[Callable[[], None]], None],
+    stages: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a `checkpoint` that holds this rank's parts of the model and the optimizers. All ranks must call it.
 
-    Replica 0 writes. Each step runs in `together`: if it fails on one rank, it fails on all, and the previous checkpoint
-    is untouched.
+    Replica 0 writes; `stages` is the group in which its ranks wait for each other. Each step runs in `together`: if it
+    fails on one rank, it fails on all, and the previous checkpoint is untouched.
     """
     target, groups = Path(path), runtime.groups
     part = target.with_name(f"{target.name}.part")
@@ -94,7 +99,7 @@ def save(
         if groups is None:
             write_tensors(tensors, checkpoint_id=part, no_dist=True)
         elif groups.replica == 0:
-            write_tensors(tensors, checkpoint_id=part, process_group=groups.pipeline)
+            write_tensors(tensors, checkpoint_id=part, process_group=stages)
 
     def finish() -> None:
         if not first:
@@ -182,9 +187,10 @@ def verify_shards(path: Any) -> None:
 def load_rest(path: Any, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint without its tensors, with the path of the directory under "pipepart_shards".
 
+    What it holds is in host memory, whatever device rank 0 had: each owner moves its part to its own device.
     `weights_only`: None or True read plain values only; False also reads objects of other classes, which can run code.
     """
-    checkpoint = load_file(Path(path) / _REST, weights_only)
+    checkpoint = load_file(Path(path) / _REST, weights_only, "cpu")
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"the checkpoint {path} cannot be read: {_REST} holds a {type(checkpoint).__name__}")
     checkpoint["pipepart_shards"] = str(path)

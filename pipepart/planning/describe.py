@@ -86,6 +86,7 @@ def _summary(plan: Plan) -> list[str]:
         f"split      {quality}; costs: {plan.cost_source}; {plan.method}",
         f"limits     {_limits(plan)}",
         *_memory(plan),
+        *_links(plan),
     ]
     if plan.baselines and plan.step_time:
         against = ", ".join(f"{seconds / plan.step_time:.2f} x {name}" for name, seconds in plan.baselines)
@@ -129,8 +130,17 @@ def _memory(plan: Plan) -> list[str]:
     return [
         f"memory     at most {format_bytes(full.total)} on stage {worst}: {describe_memory(full)}"
         + (f"; limit {format_bytes(plan.memory_limit)}" if plan.memory_limit is not None else "")
+        + (f" ({plan.memory_source})" if plan.memory_source else "")
         + (f"; {again} of {len(plan.chunks)} chunks recompute" if again else "")
     ]
+
+
+def _links(plan: Plan) -> list[str]:
+    """Return the line of the measured links."""
+    if not plan.links:
+        return []
+    shown = [f"{name} {format_bytes(speed)}/s + {format_seconds(latency)}" for name, speed, latency in plan.links]
+    return [f"links      measured: {', '.join(shown)}"]
 
 
 def _limits(plan: Plan) -> str:

@@ -49,6 +49,8 @@ def make_plan(case: Case, split: Split, tried: Sequence[tuple[str, float]] = ())
         cluster="" if cluster is None else cluster.name,
         tried=tuple(tried),
         actions=to_csv(schedule) if own else "",
+        memory_source=case.request.limit_source(pricing.layout),
+        links=pricing.layout.links.named if pricing.layout.links is not None else (),
     )
 
 
@@ -93,8 +95,13 @@ def nothing_fits(case: Case, best: Split) -> PlanError:
     return PlanError(
         f"no split fits into memory: at best, {where} needs {format_bytes(memory.total)} ({describe_memory(memory)}), "
         f"{format_bytes(best.fit.over)} more than its {format_bytes(layout.memory[worst])} (schedule "
-        f"{best.choice.schedule}, {case.shape.microbatches} micro-batches). {advice}"
+        f"{best.choice.schedule}, {case.shape.microbatches} micro-batches{_limit(case)}). {advice}"
     )
+
+
+def _limit(case: Case) -> str:
+    source = case.request.limit_source(case.pricing.layout)
+    return f"; limit by {source}" if source else ""
 
 
 def _what_would_fit(case: Case, choice: ScheduleChoice) -> list[str]:
@@ -115,7 +122,9 @@ def _what_would_fit(case: Case, choice: ScheduleChoice) -> list[str]:
         p = shape.stages
         link = layout.link(0, 1) if p > 1 else layout.within
         for stages in sorted({p + 1, p + p // 2, 2 * p, 4 * p, 8 * p} - {p}):
-            wider = Layout.uniform(stages, layout.replicas, memory=min(layout.memory), link=link)
+            wider = Layout.uniform(
+                stages, layout.replicas, memory=min(layout.memory), link=link, handling=layout.handling
+            )
             on_more = Case(
                 dataclasses.replace(pricing, layout=wider), request, dataclasses.replace(shape, stages=stages)
             )

@@ -12,7 +12,7 @@ from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind
 from pipepart.errors import PlanError
 from pipepart.partition import Link
 
-__all__ = ["BETWEEN_GPUS", "BY_PROCESSOR", "GROUP_LINK", "LOCAL_LINK", "Handling", "Layout"]
+__all__ = ["BETWEEN_GPUS", "BY_PROCESSOR", "GROUP_LINK", "LOCAL_LINK", "Handling", "Layout", "MeasuredLinks"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,45 @@ GROUP_LINK = Link(bandwidth=1.0e9, latency=150e-6)
 
 
 @dataclass(frozen=True)
+class MeasuredLinks:
+    """The links between the ranks of a job, as measured when it started. None: the job has no such ranks."""
+
+    hosts: tuple[int, ...]
+    """The number of the host of each rank."""
+    inside: Link | None = None
+    """Messages between two ranks of one host."""
+    between: Link | None = None
+    """Messages between two ranks of different hosts."""
+    sums_inside: Link | None = None
+    """Sums over replicas of a stage on one host, as a ring."""
+    sums_between: Link | None = None
+    """Sums over replicas of a stage on several hosts, as a ring."""
+
+    def message(self, a: int, b: int) -> Link | None:
+        """Return the link between two ranks."""
+        if self.hosts[a] == self.hosts[b]:
+            return self.inside or self.between
+        return self.between or self.inside
+
+    def sums(self, ranks: Sequence[int]) -> Link | None:
+        """Return the link of a ring of ranks."""
+        if len({self.hosts[rank] for rank in ranks}) == 1:
+            return self.sums_inside or self.sums_between
+        return self.sums_between or self.sums_inside
+
+    @property
+    def named(self) -> tuple[tuple[str, float, float], ...]:
+        """The name, the bandwidth and the latency of each link."""
+        found = {
+            "messages inside a host": self.inside,
+            "messages between hosts": self.between,
+            "sums inside a host": self.sums_inside,
+            "sums between hosts": self.sums_between,
+        }
+        return tuple((name, link.bandwidth, link.latency) for name, link in found.items() if link is not None)
+
+
+@dataclass(frozen=True)
 class Layout:
     """The devices of a mesh, ``rank = replica * stages + stage``. A stage is as slow as the slowest of its replicas."""
 
@@ -59,18 +98,23 @@ class Layout:
     across: Link = GROUP_LINK
     """The link between replicas, if there is no cluster or if its devices sum by other means than they send."""
     handling: Handling = BY_PROCESSOR
+    links: MeasuredLinks | None = None
+    """The measured links of the job that will run the plan. They are used instead of `within` and `across`."""
 
     @staticmethod
     def uniform(
         stages: int,
         replicas: int,
         *,
-        memory: float = math.inf,
+        memory: float | Sequence[float] = math.inf,
         link: Link = LOCAL_LINK,
+        across: Link = GROUP_LINK,
         handling: Handling = BY_PROCESSOR,
+        links: MeasuredLinks | None = None,
     ) -> Layout:
-        """Return a layout of equal devices with equal links."""
-        return Layout(stages, replicas, (memory,) * stages, within=link, handling=handling)
+        """Return a layout of equal devices; `memory` may differ between stages."""
+        limits = tuple(memory) if isinstance(memory, Sequence) else (memory,) * stages
+        return Layout(stages, replicas, limits, within=link, across=across, handling=handling, links=links)
 
     @staticmethod
     def on(cluster: Cluster, stages: int, replicas: int, *, memory_limit: float | None = None) -> Layout:
@@ -101,20 +145,20 @@ class Layout:
     def link(self, a: int, b: int) -> Link:
         """Return the slowest link between two stages over all replicas."""
         if self.cluster is None:
-            return self.within
-        found = {
-            self._link_name(replica * self.stages + a, replica * self.stages + b) for replica in range(self.replicas)
-        }
-        link = self._worst(found)
+            measured = [self.links.message(*pair) for pair in self._pairs(a, b)] if self.links is not None else []
+            return _slowest_link([link for link in measured if link is not None] or [self.within])
+        link = self._worst({self._link_name(*pair) for pair in self._pairs(a, b)})
         if self._cores(a):  # a message between processes takes longer than the pipe: notices, copies, waking up
             return Link(link.bandwidth, max(link.latency, LOCAL_LINK.latency))
         return link
 
     def between_replicas(self, stage: int) -> Link:
         """Return the slowest link on the ring of the replicas of a stage."""
+        ranks = [replica * self.stages + stage for replica in range(self.replicas)]
+        if self.cluster is None and self.links is not None:
+            return self.links.sums(ranks) or self.across
         if self.cluster is None or self._cores(stage):  # collectives of CPU processes do not share memory
             return self.across
-        ranks = [replica * self.stages + stage for replica in range(self.replicas)]
         return self._worst({self._link_name(a, b) for a, b in zip(ranks, ranks[1:] + ranks[:1]) if a != b})
 
     def reduce_seconds(self, stage: int, size: float) -> float:
@@ -127,9 +171,13 @@ class Layout:
         """Return the seconds to sum gradients of so many bytes over stages that use the same parameters."""
         if len(stages) < 2 or size <= 0:
             return 0.0
-        if self.cluster is None or self._cores(stages[0]):
+        if (self.cluster is None and self.links is None) or self._cores(stages[0]):
             return _ring(self.across, len(stages), size)
         return _ring(_slowest_link([self.link(a, b) for a, b in pairwise(stages)]), len(stages), size)
+
+    def _pairs(self, a: int, b: int) -> list[tuple[int, int]]:
+        """Return the ranks of two stages in each replica."""
+        return [(replica * self.stages + a, replica * self.stages + b) for replica in range(self.replicas)]
 
     def _cores(self, stage: int) -> bool:
         return bool(self.kinds) and self.kinds[stage] == "core"

@@ -22,6 +22,8 @@ VERSION = 1
 _MOST_FORWARDS = 4_000_000
 """Chunks times micro-batches of a plan in a file: larger schedules would take minutes to simulate."""
 _MOST_RANKS = 1_000_000
+_LATER = frozenset({"memory_source", "links"})
+"""Fields that the first files of this version lack."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Plan:
     """The action lists of a schedule from a file, in the CSV format of torch. Empty: the schedule is known by name."""
     rehearsed: float | None = None
     """Seconds of a step in a rehearsal on the devices that run the plan. None: there was no rehearsal."""
+    memory_source: str = ""
+    """Where the memory limit comes from. Empty: not known, or no limit."""
+    links: tuple[tuple[str, float, float], ...] = ()
+    """The links of the job that were measured before planning: name, bytes per second, seconds. Empty: none were."""
     version: int = VERSION
 
     @property
@@ -150,7 +156,10 @@ class Plan:
     # ---- files
 
     def to_json(self, indent: int | None = 1) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=indent)
+        """Return the text of the file. Fields that older files lack are left out if they are empty, so hashes stay valid."""
+        entries = dataclasses.asdict(self)
+        kept = {name: value for name, value in entries.items() if value or name not in _LATER}
+        return json.dumps(kept, indent=indent)
 
     def save(self, path: str | Path) -> None:
         write_whole(path, self.to_json() + "\n")

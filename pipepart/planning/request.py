@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pipepart.cost.cluster import Cluster
 from pipepart.errors import PlanError, ScheduleError, did_you_mean
 from pipepart.partition import Link
-from pipepart.planning.layout import BY_PROCESSOR, LOCAL_LINK, Handling, Layout
+from pipepart.planning.layout import BY_PROCESSOR, GROUP_LINK, LOCAL_LINK, Handling, Layout, MeasuredLinks
 from pipepart.schedule import SCHEDULES, read_csv
 from pipepart.values import Count, Range, check_fields, shortened
 
@@ -113,7 +113,7 @@ class PlanOptions:
     recompute: bool | Literal["auto"] = "auto"
     """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
     memory_limit: Annotated[float, Range(1, 2**63)] | None = None
-    """Bytes that one device may use. None: as much as it has."""
+    """Bytes that one device may use. None: as much as it has, without a reserve on an accelerator."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -161,8 +161,16 @@ class PlanRequest(PlanOptions):
     """Whether `batch_size` is that of each replica; meshes are then compared by the seconds of a step for equal samples."""
     link: Link = LOCAL_LINK
     """The link between stages, if there is no cluster."""
+    across: Link = GROUP_LINK
+    """The link between replicas, if there is no cluster."""
+    links: MeasuredLinks | None = None
+    """The measured links of the job, if there is no cluster. They are used instead of `link` and `across`."""
     handling: Handling = BY_PROCESSOR
     """The host overhead of actions, if there is no cluster."""
+    stage_memory: tuple[float, ...] = ()
+    """Bytes that each stage may use by its devices, if there is no cluster. Empty: not known. `memory_limit` is preferred."""
+    memory_source: str = ""
+    """A description of the device with the least of `stage_memory`."""
     optimizer_factor: float = 2.0
     """Bytes of optimizer state per byte of parameters: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
 
@@ -191,13 +199,38 @@ class PlanRequest(PlanOptions):
         """Return the devices of a mesh."""
         if self.cluster is not None:
             return Layout.on(self.cluster, stages, replicas, memory_limit=self.memory_limit)
-        limit = math.inf if self.memory_limit is None else self.memory_limit
-        return Layout.uniform(stages, replicas, memory=limit, link=self.link, handling=self.handling)
+        given = self.memory_limit
+        memory = (math.inf if given is None else given,) * stages
+        if given is None and self.stage_memory:
+            same = len(self.stage_memory) == stages
+            memory = self.stage_memory if same else (min(self.stage_memory),) * stages
+        return Layout.uniform(
+            stages,
+            replicas,
+            memory=memory,
+            link=self.link,
+            across=self.across,
+            handling=self.handling,
+            links=self.links if self.links is not None and len(self.links.hosts) == stages * replicas else None,
+        )
+
+    def limit_source(self, layout: Layout) -> str:
+        """Return where the least memory limit of a layout comes from; empty if there is none."""
+        least = min(layout.memory)
+        if math.isinf(least):
+            return ""
+        if self.memory_limit is not None and least == self.memory_limit:
+            return "memory_limit"
+        if layout.kinds:
+            return f"memory of {layout.kinds[layout.memory.index(least)]}"
+        return self.memory_source
 
     def device_memory(self) -> list[float]:
         """Return the bytes that may be used of each device; one number if the devices are equal."""
         limit = math.inf if self.memory_limit is None else self.memory_limit
-        return [limit] if self.cluster is None else [min(limit, kind.memory) for kind in self.cluster.devices]
+        if self.cluster is not None:
+            return [min(limit, kind.memory) for kind in self.cluster.devices]
+        return list(self.stage_memory) if self.memory_limit is None and self.stage_memory else [limit]
 
 
 def check_schedule(schedule: str) -> None:

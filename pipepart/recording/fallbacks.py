@@ -148,7 +148,8 @@ def _blame(failure: Failure) -> None:
         if failure.mode is None:
             raise
         raise CaptureError(
-            f"{failure.call.what} cannot be recorded on the meta device: without the contents of its tensors it fails "
+            f"{failure.call.what} cannot be recorded on the meta device (or on the host, for an accelerator on which it does "
+            "not fit): without the contents of its tensors it fails "
             f"with {type(error).__name__}: {str(error)[:300]}\n  do: record it with real parameters"
         ) from error
 

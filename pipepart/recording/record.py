@@ -96,9 +96,11 @@ def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Pla
     with ExitStack() as stack:
         stack.enter_context(state.no_collection())
         stack.enter_context(state.not_compiled())
-        mode = stack.enter_context(state.stand_ins(call.root)) if state.is_abstract(call.root) else None
+        target = state.device_of(call.leaves)
+        abstract = state.is_abstract(call.root, target)
+        mode = stack.enter_context(state.stand_ins(call.root, target)) if abstract else None
         names = state.names_of(call.root)
-        leaves = [_fake(leaf, mode) for leaf in call.leaves]
+        leaves = [_fake(leaf, mode, target) for leaf in call.leaves]
         settings, before = Settings(), state.Snapshot(names.listed)
         around = Effects(names.listed, lambda module, path: False)
         while True:
@@ -144,11 +146,12 @@ def _check_products(call: Call) -> None:
     check_products(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _fake(leaf: Any, mode: Any) -> Any:
+def _fake(leaf: Any, mode: Any, target: torch.device) -> Any:
     if mode is None or not isinstance(leaf, torch.Tensor):
         return leaf
     with mode:
-        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+        device = target if leaf.is_meta else leaf.device
+        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
         return made.requires_grad_() if leaf.requires_grad else made
 
 
@@ -165,7 +168,9 @@ def _record(
     base = _attempt(call, base_leaves, names, settings, mode, as_it_is and mode is None and call.has_backward)
     study = Study(call, base_leaves, base, names, settings, mode, like.sizes if like is not None else {})
     if pieces:
-        study.examples([[_fake(leaf, mode) for leaf in (*other, *leaves[len(other) :])] for other in call.others])
+        target = state.device_of(call.leaves)
+        others = [(*other, *leaves[len(other) :]) for other in call.others]
+        study.examples([[_fake(leaf, mode, target) for leaf in other] for other in others])
     if batch is not None:
         study.vary(batch)
     failed = [dim for dim in dims[1:] if not study.vary(dim)]
@@ -269,6 +274,7 @@ def _recording(
         checkpoints=tuple(recorder.builder.checkpoints),
         batching=call.batching,
         moved=tuple(call.moved),
+        device=state.device_of(call.leaves),
     )
     annotate(graph, recorder.facts)
     return recording

@@ -25,6 +25,8 @@ from pipepart.recording.recorded_run.intrinsics import failing_check
 __all__ = ["ANY", "ExtraOutput", "GuardError", "Input", "Recording", "StateChanged"]
 
 
+_CPU = torch.device("cpu")
+
 ANY = type("ANY", (), {"__repr__": lambda self: "ANY"})()
 """The value of a constant that the recorded ops do not depend on."""
 
@@ -100,6 +102,8 @@ class Recording:
     """Inputs that hold the samples (always along dimension 0 in the graph), if the caller has named them."""
     moved: tuple[int, ...] = ()
     """For each flat output of the result the dimension of its samples in the user's result; in the graph it is 0."""
+    device: torch.device = _CPU
+    """The device of the example. Tensors that the model made there are made on the device of each chunk."""
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """Return the leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.

@@ -92,6 +92,7 @@ def chunk_step(step: RecordedStep, chunk_of: Mapping[str, int], inputs: StageInp
     """Divide a recorded step into chunks. The parameters of its tail belong to the last chunk."""
     recording, cut, plan = step.recording, step.cut, inputs.plan
     count = len(plan.placement)
+    devices = [inputs.device] * count  # a rank runs its own chunks only
 
     def weighed_of(body: Recording, averaged: Collection[int], untouched: Collection[int] = ()) -> Weighed:
         if inputs.options.loss == "microbatch":
@@ -100,18 +101,19 @@ def chunk_step(step: RecordedStep, chunk_of: Mapping[str, int], inputs: StageInp
 
     if cut is None:
         weighed = weighed_of(recording, step.averaged)
-        return ChunkedStep(recording, split(weighed.recording, weighed.chunk_of(chunk_of), count), weighed)
+        chunks = split(weighed.recording, weighed.chunk_of(chunk_of), count, devices=devices)
+        return ChunkedStep(recording, chunks, weighed)
     if cut.loss and recording.training:
         _check_schedule(plan)
-    tail = Tail(recording, cut)
+    tail = Tail(recording, cut, inputs.device)
     kept = len(tail.kept)
     averaged = [tail.kept.index(index) for index in step.averaged if index in tail.kept]
     weighed = weighed_of(tail.body, averaged, range(kept, kept + len(cut.inputs)))
-    *chunks, last = split(weighed.recording, weighed.chunk_of(chunk_of), count)
+    *others, last = split(weighed.recording, weighed.chunk_of(chunk_of), count, devices=devices)
     parameters = tuple(dict.fromkeys((*last.parameters, *tail.parameters)))
     buffers = tuple(dict.fromkeys((*last.buffers, *tail.buffers)))
     last = replace(last, parameters=parameters, buffers=buffers)
-    return ChunkedStep(recording, (*chunks, last), weighed, tail)
+    return ChunkedStep(recording, (*others, last), weighed, tail)
 
 
 def _check_schedule(plan: Plan) -> None:

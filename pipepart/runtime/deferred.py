@@ -3,6 +3,10 @@
 The graph of a chunk calls its layers through references, so an autograd function can replace a layer. `I` runs the
 ordinary backward while a queue is open, and `W` runs the work in the queue. Other layers, and layers with hooks, run their
 whole backward in `I`, which is correct but defers less.
+
+Under autocast, a layer computes in the dtype of autocast: its input and its parameters are cast, as torch does, and the
+gradients of parameters have the dtype of the parameters. Parameters are cast again in backward: micro-batches in flight
+would otherwise keep a copy each.
 """
 
 from __future__ import annotations
@@ -69,9 +73,26 @@ class _Deferred:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight: Any = self.layer.weight
-        if not torch.is_grad_enabled() or not weight.requires_grad or torch.is_autocast_enabled(x.device.type):
+        if not torch.is_grad_enabled() or not weight.requires_grad:
             return self.layer(x)
+        if torch.is_autocast_enabled(x.device.type) and not isinstance(self.layer, nn.Embedding):
+            x = _cast(x, torch.get_autocast_dtype(x.device.type))
         return self._apply(x, weight, getattr(self.layer, "bias", None), self.layer)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as autocast gives it to a layer: double precision and whole numbers are kept."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def _like_input(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """Return a parameter in the dtype of the cast input, if autocast is on.
+
+    Autocast itself would keep the copy, which has no gradient here, for other ops that use the parameter.
+    """
+    if parameter is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return parameter
+    return _cast(parameter, x.dtype)
 
 
 def _later_or_now(work: Callable[[], tuple[torch.Tensor | None, ...]], parameters: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -86,6 +107,7 @@ def _later_or_now(work: Callable[[], tuple[torch.Tensor | None, ...]], parameter
 def _accumulate(work: Callable[[], tuple[torch.Tensor | None, ...]], parameters: tuple[Any, ...]) -> None:
     for parameter, gradient in zip(parameters, work()):
         if parameter is not None and parameter.requires_grad and gradient is not None:
+            gradient = gradient.to(parameter.dtype)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
@@ -94,13 +116,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: nn.Linear) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return F.linear(x, weight, bias)
+        return F.linear(x, _like_input(weight, x), _like_input(bias, x))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         layer = ctx.layer
-        before = g.matmul(weight) if ctx.needs_input_grad[0] else None
+        before = g.matmul(weight.to(g.dtype)) if ctx.needs_input_grad[0] else None
 
         def work() -> tuple[torch.Tensor | None, ...]:
             rows = g.reshape(-1, g.shape[-1])
@@ -135,7 +157,7 @@ class _Conv(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return layer._conv_forward(x, weight, bias)
+        return layer._conv_forward(x, _like_input(weight, x), _like_input(bias, x))
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
@@ -148,7 +170,7 @@ class _Conv(torch.autograd.Function):
         def half(mask: list[bool]) -> Any:
             gradient, image = (g, x) if batched else (g.unsqueeze(0), x.unsqueeze(0))
             return torch.ops.aten.convolution_backward(
-                gradient, image, weight, sizes, layer.stride, layer.padding, layer.dilation, False, [0] * dims,
+                gradient, image, weight.to(g.dtype), sizes, layer.stride, layer.padding, layer.dilation, False, [0] * dims,
                 layer.groups, mask,
             )  # fmt: skip
 

@@ -10,17 +10,19 @@ from typing import Any
 
 import torch
 
-from pipepart.errors import PipelineError
+from pipepart.devices import new_stream
+from pipepart.errors import PipelineError, PlanError
 from pipepart.recording import BATCH, Chunk, Edge
 from pipepart.runtime.chunked_step import TailRun
 from pipepart.runtime.deferred import WeightWork, deferring
 from pipepart.runtime.gradients import ReplicaMean
-from pipepart.runtime.mailbox import Forms, Inbox, Outbox, Routes, TensorSpec, Wire
+from pipepart.runtime.mailbox import Forms, Inbox, Outbox, PlannedInbox, Routes, TensorSpec, Wire
 from pipepart.runtime.microbatch import MicrobatchSizes
 from pipepart.runtime.randomness import RandomState, recomputing
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
-from pipepart.schedule import Action, Message, Schedule, messages_of
+from pipepart.runtime.watching import Watching
+from pipepart.schedule import Action, Message, Messages, Schedule, check_channels, messages_of, receives_due
 
 __all__ = ["Executor", "PreparedBatch", "StageChunks", "StepWork"]
 
@@ -40,7 +42,11 @@ class StageChunks:
     recompute: frozenset[int]
     """Chunks that run their forward again before their backward."""
     transport: Transport | None
+    control: Transport | None
+    """The transport for plain values in host memory."""
     device: torch.device
+    watching: Watching | None = None
+    """The watch over this rank, which is told of each action."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +105,12 @@ class Executor:
     def __init__(self, stage: StageChunks) -> None:
         self._stage = stage
         self._known = Forms()
-        self._channels: dict[int, tuple[Schedule, Mapping[tuple[int, int], tuple[Message, ...]]]] = {}
+        self._receiving = new_stream(stage.device) if stage.transport is not None else None
+        self._messages: dict[int, tuple[Schedule, Messages]] = {}
 
     def run(self, schedule: Schedule, work: StepWork) -> list[tuple[Any, ...]] | None:
         """Execute one step. Returns the flat outputs of every micro-batch on the stage of the last chunk."""
-        step = _StepRun(self._stage, schedule, work, self._channels_of(schedule), self._known)
+        step = _StepRun(self._stage, schedule, work, self._messages_of(schedule), self._known, self._receiving)
         actions, mean = schedule.actions[self._stage.stage], work.mean
         last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if mean is not None else {}
         with _collecting_later():
@@ -117,14 +124,27 @@ class Executor:
             step.finish()
         return step.outputs if self._stage.last in self._stage.chunks else None
 
-    def _channels_of(self, schedule: Schedule) -> Mapping[tuple[int, int], tuple[Message, ...]]:
+    def _messages_of(self, schedule: Schedule) -> Messages:
         """Return the messages of each pair of stages in order. They are computed once for each schedule."""
-        if id(schedule) not in self._channels:
+        if id(schedule) not in self._messages:
             routes = self._stage.routes
             backward = frozenset() if schedule.forward_only else routes.backward_pairs
             messages = messages_of(schedule, frozenset(routes.forward), backward)
-            self._channels[id(schedule)] = (schedule, messages.channels)
-        return self._channels[id(schedule)][1]
+            if self._stage.transport is not None and self._stage.transport.ahead is None:
+                self._check_channels(schedule, messages)
+            self._messages[id(schedule)] = (schedule, messages)
+        return self._messages[id(schedule)][1]
+
+    def _check_channels(self, schedule: Schedule, messages: Messages) -> None:
+        """Refuse a schedule whose transfers would hang on devices. All ranks come to the same result."""
+        routes = self._stage.routes
+        tensors = {("F", *pair): len(edges) for pair, edges in routes.forward.items()}
+        tensors |= {("B", b, a): len(edges) for (a, b), edges in routes.gradients.items()}
+        stuck = check_channels(schedule, messages, tensors=tensors)
+        if stuck is not None:
+            raise PlanError(
+                f"the schedule {schedule.name!r} would hang on devices:\n{stuck.describe()}\nUse another schedule."
+            )
 
 
 @contextmanager
@@ -147,8 +167,9 @@ class _StepRun:
         stage: StageChunks,
         schedule: Schedule,
         work: StepWork,
-        messages: Mapping[tuple[int, int], tuple[Message, ...]],
+        messages: Messages,
         known: Forms,
+        receiving: torch.Stream | None,
     ) -> None:
         self._stage, self._work, self._routes = stage, work, stage.routes
         self._trace, self._tail, self._context = work.trace, work.tail, work.context
@@ -159,13 +180,19 @@ class _StepRun:
         self._local_gradients: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self.outputs: list[tuple[Any, ...]] = [()] * schedule.microbatches
         self._handlers = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
-        expected = {source: found for (source, target), found in messages.items() if target == stage.stage}
+        channels = messages.channels
+        expected = {source: found for (source, target), found in channels.items() if target == stage.stage}
         self._inbox: Inbox | None = None
         self._outbox: Outbox | None = None
-        if expected or any(source == stage.stage for source, _ in messages):
-            assert stage.transport is not None
-            wire = Wire(stage.transport, stage.routes, known, stage.device, work.batch.forms)
-            self._inbox, self._outbox = Inbox(wire, expected, self._gradient_specs), Outbox(wire)
+        if expected or any(source == stage.stage for source, _ in channels):
+            assert stage.transport is not None and stage.control is not None
+            wire = Wire(stage.transport, stage.control, stage.routes, known, stage.device, work.batch.forms, receiving)
+            self._outbox = Outbox(wire)
+            if stage.transport.ahead is None:
+                due = tuple(receives_due(messages.program[stage.stage]).values())
+                self._inbox = PlannedInbox(wire, expected, self._gradient_specs, due)
+            else:
+                self._inbox = Inbox(wire, expected, self._gradient_specs)
 
     def perform(self, action: Action) -> None:
         """Execute one compute action, with the receives before it and the sends after it."""
@@ -175,6 +202,8 @@ class _StepRun:
                 f"the schedule has the action {action} of the kind {action.kind!r}; expected one of {list(self._handlers)}. "
                 "Use a schedule with these kinds only."
             )
+        if self._stage.watching is not None:
+            self._stage.watching.at(str(action))
         if self._work.seed is not None:
             self._work.seed(action.microbatch)
         handler(action)

@@ -13,17 +13,14 @@ from pipepart.errors import PipelineError
 from pipepart.runtime.leaving import leave_after_failure
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.rendezvous import job_store
+from pipepart.runtime.watching import Stopped
 
-__all__ = ["Stopped", "check_others", "guarded"]
+__all__ = ["Stopped", "check_others", "first_cause", "guarded", "hang_report", "report", "stopped"]
 
 _KEY = "pipepart/first-failure"
 _PATIENCE = 3.0  # seconds to wait for the cause of a broken connection
 _TOLD = "_pipepart_told"
 _TRANSPORT_WORDS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL")
-
-
-class Stopped(PipelineError):
-    """Another rank has failed, and this rank does not wait for it any longer."""
 
 
 @contextmanager
@@ -35,8 +32,10 @@ def guarded(groups: Groups | None) -> Iterator[None]:
     if groups is None:
         yield
         return
+    groups.watching.enter()
     try:
         yield
+        groups.watching.check()
     except Exception as error:
         if getattr(error, _TOLD, False):
             raise
@@ -47,6 +46,8 @@ def guarded(groups: Groups | None) -> Iterator[None]:
         if found is error:
             raise
         raise found from error
+    finally:
+        groups.watching.leave()
 
 
 def _told(error: Exception, groups: Groups) -> Exception:
@@ -54,29 +55,32 @@ def _told(error: Exception, groups: Groups) -> Exception:
     found = error
     if isinstance(error, Stopped):
         pass
+    elif groups.watching.cause is not None:  # the watcher has ended the transfers, and this error follows from that
+        found = Stopped(groups.watching.cause)
     elif not _is_lost_connection(error):
-        _leave(groups, f"{groups.where} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
+        report(groups, f"{groups.where} failed:\n{''.join(traceback.format_exception(error)).rstrip()}")
     elif _is_timeout(error):
-        found = PipelineError(_hang_report(groups, error))
+        found = PipelineError(hang_report(groups, error))
     else:
-        cause = _first_cause(groups, _PATIENCE)
+        cause = first_cause(groups, _PATIENCE)
         if cause is not None:
-            found = PipelineError(_stopped(groups, cause))
+            found = PipelineError(stopped(groups, cause))
         else:
             found = PipelineError(f"{groups.where} lost another rank: {error}")
-            _leave(groups, str(found))  # for the ranks that lose this one
+            report(groups, str(found))  # for the ranks that lose this one
     groups.failures.append(str(found).partition("\n")[0])
     return found
 
 
 def check_others(groups: Groups) -> None:
     """Raise `Stopped` if another rank has failed in this attempt, instead of waiting for it."""
-    cause = _first_cause(groups)
+    cause = first_cause(groups)
     if cause is not None:
-        raise Stopped(_stopped(groups, cause))
+        raise Stopped(stopped(groups, cause))
 
 
-def _stopped(groups: Groups, cause: str) -> str:
+def stopped(groups: Groups, cause: str) -> str:
+    """Return the text of the error of a rank that stops because of the failure of another."""
     return f"{groups.where} stopped because another rank failed first.\n{cause}"
 
 
@@ -106,7 +110,7 @@ def _is_timeout(error: BaseException) -> bool:
     return any(isinstance(seen, TimeoutError) or "Timed out waiting" in str(seen) for seen in _chain(error))
 
 
-def _hang_report(groups: Groups, error: BaseException) -> str:
+def hang_report(groups: Groups, error: BaseException) -> str:
     """Return the transfers that ranks wait for, as far as they have reported them, and the ranks without a report."""
     said: dict[int, str] = {groups.rank: f"{groups.where} waits: {error}"}
     cause = None
@@ -118,10 +122,10 @@ def _hang_report(groups: Groups, error: BaseException) -> str:
             for rank in range(groups.mesh.world_size):
                 if rank not in said and store.check([f"{key}/{rank}"]):
                     said[rank] = store.get(f"{key}/{rank}").decode(errors="replace")
-            cause = _first_cause(groups)
+            cause = first_cause(groups)
             time.sleep(0.1)
     if cause is not None:
-        return _stopped(groups, cause)
+        return stopped(groups, cause)
     silent = [groups.mesh.describe(rank) for rank in range(groups.mesh.world_size) if rank not in said]
     lines = [f"{groups.where} reached its timeout. Ranks that wait:", *(f"  {said[rank]}" for rank in sorted(said))]
     if silent:
@@ -132,14 +136,15 @@ def _hang_report(groups: Groups, error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def _leave(groups: Groups, text: str) -> None:
+def report(groups: Groups, text: str) -> None:
+    """Write the cause of a failure into the store of the job, unless another rank has done so before."""
     with suppress(Exception):  # without rank 0 there is no store, and no rank to report to
         store = job_store()
         if store.add(_key(groups) + "/count", 1) == 1:
             store.set(_key(groups), text)
 
 
-def _first_cause(groups: Groups, patience: float = 0.0) -> str | None:
+def first_cause(groups: Groups, patience: float = 0.0) -> str | None:
     """Return the report of the first rank that failed, or None after `patience` seconds."""
     deadline = time.monotonic() + patience
     with suppress(Exception):

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipepart.runtime.mesh import Groups, own_group
+from pipepart.devices import backend_for
+from pipepart.runtime.mesh import Groups, connect, own_group
 from pipepart.runtime.parts import Ownership
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.tracing import Trace
@@ -47,7 +48,10 @@ class GradientSync:
             if stages not in made:
                 ranks = [[groups.mesh.rank(r, stage) for stage in stages] for r in range(groups.mesh.replicas)]
                 with closed_to_strangers():
-                    made[stages] = own_group(groups.rank, ranks, timedelta(seconds=groups.timeout))
+                    both = backend_for(groups.device)
+                    made[stages] = own_group(groups.rank, ranks, timedelta(seconds=groups.timeout), both)
+                connect(made[stages], groups.device)
+                groups.watch_over(made[stages])
             own = made[stages]
             if own is not None:
                 self._tied[name] = own
@@ -86,6 +90,8 @@ class _Bucket:
     parameters: list[nn.Parameter]
     missing: int = 0
     flat: torch.Tensor | None = None
+    absent: list[int] = field(default_factory=list)
+    """Parameters without a gradient on this rank."""
     work: dist.Work | None = field(default=None, repr=False)
 
 
@@ -166,9 +172,10 @@ class ReplicaMean:
         """Send one vector: the gradients, and for each parameter whether it has one, since replicas may take other branches."""
         first = bucket.parameters[0]
         parts = [torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in bucket.parameters]
-        have = torch.tensor(
-            [float(p.grad is not None) for p in bucket.parameters], dtype=first.dtype, device=first.device
-        )
+        have = torch.ones(len(bucket.parameters), dtype=first.dtype, device=first.device)
+        bucket.absent = [index for index, p in enumerate(bucket.parameters) if p.grad is None]
+        for index in bucket.absent:
+            have[index] = 0.0
         bucket.flat = torch.cat([*parts, have])
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
@@ -183,8 +190,10 @@ class ReplicaMean:
             count = len(bucket.parameters)
             sizes = [p.numel() for p in bucket.parameters]
             *means, have = torch.split(bucket.flat.div_(self._replicas), [*sizes, count])
-            for parameter, mean, some in zip(bucket.parameters, means, have.tolist()):
-                if some:
+            # Only a parameter without a gradient here must be looked up, which makes the host wait for the device.
+            none = {i for i, some in enumerate(have.tolist()) if not some} if bucket.absent else set()
+            for index, (parameter, mean) in enumerate(zip(bucket.parameters, means)):
+                if index not in none:
                     parameter.grad = mean.view_as(parameter)
             bucket.flat = bucket.work = None
 
@@ -254,8 +263,11 @@ def gradient_norm(counted: Sequence[nn.Parameter], groups: Groups | None, device
 
     `counted`: the parameters that this stage contributes, each of them on one stage only; it may be empty.
     """
-    own = nn.utils.get_total_norm([_countable(p.grad) for p in counted if p.grad is not None])
-    norm = own.to(device, torch.float64)
+    gradients = [_countable(p.grad) for p in counted if p.grad is not None]
+    if gradients:
+        norm = nn.utils.get_total_norm(gradients).to(device, torch.float64)
+    else:
+        norm = torch.zeros((), device=device, dtype=torch.float64)
     if groups is None or groups.mesh.stages == 1:
         return norm
     square = norm.square()

@@ -40,11 +40,14 @@ def released_with(owner: object, release: Callable[..., None], *args: Any) -> No
 def release_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Destroy groups that are not used any more; torch keeps every group until the process ends.
 
-    Only gloo groups, which a rank can destroy alone. NCCL needs all ranks for that.
+    A rank destroys gloo groups alone. Backends of accelerators would wait for all ranks, so their communicators are aborted
+    first: nothing is under way on them any more.
     """
     for group in groups:
         with suppress(Exception):  # the default group may be destroyed already
-            if group is not None and dist.is_initialized() and dist.get_backend(group) == "gloo":
+            if group is not None and dist.is_initialized():
+                if dist.get_backend(group) != "gloo":
+                    group.abort()
                 dist.destroy_process_group(group)
 
 
@@ -65,8 +68,8 @@ def _leave(process: int) -> None:
                 _forget(found[0])
             del release, found
         with suppress(Exception):
-            if dist.is_initialized() and dist.get_backend() == "gloo":
-                dist.destroy_process_group()
+            if dist.is_initialized():
+                release_groups([dist.group.WORLD])
     _wait_for_threads(_PATIENCE)
 
 

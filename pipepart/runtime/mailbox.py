@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from pipepart.devices import current_stream, on_stream, used_on
 from pipepart.errors import PipelineError
 from pipepart.recording import BATCH, Chunk, Edge
 from pipepart.runtime.transport import Pending, Transport
 from pipepart.schedule import Message
 
-__all__ = ["Forms", "Inbox", "Outbox", "Routes", "TensorSpec", "ValueSpec", "Wire"]
+__all__ = ["Forms", "Inbox", "Outbox", "PlannedInbox", "Routes", "TensorSpec", "ValueSpec", "Wire"]
 
-_AHEAD = 2  # messages of each channel whose receives are posted ahead
 _MAX_DIMS = 15  # of a tensor whose shape depends on the data: its shape travels in front of it as 16 numbers
 
 Pair = tuple[int, int]
@@ -67,6 +67,13 @@ class Routes:
         """The pairs over which at least one gradient is sent back."""
         return frozenset(pair for pair in self.forward if self.gradients[pair])
 
+    @cached_property
+    def channels(self) -> frozenset[tuple[int, int]]:
+        """The pairs of stages between which messages are sent, source first."""
+        there = {(self.placement[a], self.placement[b]) for a, b in self.forward}
+        back = {(self.placement[b], self.placement[a]) for a, b in self.backward_pairs}
+        return frozenset((source, target) for source, target in there | back if source != target)
+
     def local(self, pair: Pair) -> bool:
         """Return whether both chunks are on one stage, so that values are handed over and not sent."""
         return self.placement[pair[0]] == self.placement[pair[1]]
@@ -105,11 +112,16 @@ class Wire:
     """The connection of one stage to the others in one step."""
 
     transport: Transport
+    """Carries tensors on the device."""
+    control: Transport
+    """Carries forms, shapes and numbers in host memory."""
     routes: Routes
     known: Forms
     device: torch.device
     forms: Sequence[int]
     """For each micro-batch a number for the shapes and types of its leaves."""
+    receiving: torch.Stream | None = None
+    """The stream on which receives are posted, so that they do not wait for the ops before them; None on the CPU."""
 
     def key(self, message: Message) -> tuple[int, int, int]:
         """Return the key of a forward message in `known`."""
@@ -131,11 +143,11 @@ class Outbox:
         known = wire.known.sent.get(key)
         if known is None:
             for part in _encode_forms(specs):
-                self._start(part.to(wire.device), message)
+                self._start(part, message, wire.control)
             wire.known.sent[key] = specs
         for edge, spec, expected in zip(edges, specs, known or specs):
             if edge.dynamic_shape and isinstance(spec, TensorSpec):
-                self._start(_shape_header(spec, edge).to(wire.device), message)
+                self._start(_shape_header(spec, edge), message, wire.control)
             elif spec != expected:
                 raise PipelineError(
                     f"the value of {edge.name!r} (chunk {message.source} to chunk {message.target}) changed its form: expected "
@@ -144,22 +156,22 @@ class Outbox:
                 )
         numbers = [value for value, spec in zip(values, specs) if isinstance(spec, str)]
         if numbers:
-            self._start(_pack(numbers).to(wire.device), message)
+            self._start(_pack(numbers), message, wire.control)
         for value, spec in zip(values, specs):
             if isinstance(spec, TensorSpec):
-                self._start(value.detach(), message)
+                self._start(value.detach(), message, wire.transport)
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of a backward message; the receiver knows their form from its forward."""
         for gradient in gradients:
-            self._start(gradient, message)
+            self._start(gradient, message, self._wire.transport)
 
-    def _start(self, tensor: torch.Tensor, message: Message) -> None:
+    def _start(self, tensor: torch.Tensor, message: Message, transport: Transport) -> None:
         while self._open and self._open[0][0].is_completed():
             self._open.popleft()
         if tensor.numel():
             tensor, target = tensor.contiguous(), self._wire.routes.placement[message.target]
-            self._open.append((self._wire.transport.send(tensor, target), tensor, message, target))
+            self._open.append((transport.send(tensor, target), tensor, message, target))
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -182,6 +194,7 @@ class Inbox:
         self._waiting = {source: deque(messages) for source, messages in expected.items()}
         self._posted: dict[Message, _Arrival] = {}
         self._posted_from = dict.fromkeys(self._waiting, 0)
+        self._ahead = wire.transport.ahead or 0
         self._behind: set[int] = set()
         for source in self._waiting:
             self._post_ahead(source)
@@ -202,7 +215,7 @@ class Inbox:
             self._post_ahead(self._behind.pop())
 
     def _post_ahead(self, source: int) -> None:
-        while self._waiting[source] and self._posted_from[source] < _AHEAD:
+        while self._waiting[source] and self._posted_from[source] < self._ahead:
             if not self._post(source, may_block=False):
                 return
 
@@ -236,9 +249,9 @@ class Inbox:
         return True
 
     def _read(self, size: int, dtype: torch.dtype, message: Message, source: int) -> torch.Tensor:
-        buffer = torch.empty(size, dtype=dtype, device=self._wire.device)
-        _wait(self._wire.transport.recv(buffer, source), message, "RECV", source)
-        return buffer.cpu()
+        buffer = torch.empty(size, dtype=dtype)
+        _wait(self._wire.control.recv(buffer, source), message, "RECV", source)
+        return buffer
 
     def _read_forms(self, message: Message, source: int) -> tuple[ValueSpec, ...]:
         length = int(self._read(1, torch.int64, message, source))
@@ -249,20 +262,71 @@ class Inbox:
         return TensorSpec(tuple(header[1 : 1 + header[0]]), spec.dtype)
 
 
+class PlannedInbox(Inbox):
+    """Receives in the order of the plan, for devices on which a transfer can hold up the work behind it.
+
+    Before each action, the receives are posted that one run of the whole schedule puts in front of it. A message of one tensor
+    is posted earlier, as soon as all messages of its channel before it were taken: it can start at once.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        expected: Mapping[int, Sequence[Message]],
+        gradient_specs: Callable[[Message], tuple[ValueSpec, ...] | None],
+        due: Sequence[Sequence[Message]],
+    ) -> None:
+        """`due`: for each action of the stage the messages whose receives are posted before it."""
+        self._due = deque(due)
+        super().__init__(wire, expected, gradient_specs)
+        self.post_ahead()
+
+    def take(self, message: Message) -> list[Any]:
+        values = super().take(message)
+        self._post_ahead(self._wire.routes.placement[message.source])
+        return values
+
+    def post_ahead(self) -> None:
+        """Post the receives that the plan puts in front of the next action. Called after each action."""
+        for message in self._due.popleft() if self._due else ():
+            source = self._wire.routes.placement[message.source]
+            while message in self._waiting[source]:
+                self._post(source, may_block=True)
+
+    def _post_ahead(self, source: int) -> None:
+        if not self._waiting[source] or self._posted_from[source]:
+            return
+        message, routes = self._waiting[source][0], self._wire.routes
+        forward = message.payload == "F"
+        edges = (
+            routes.forward[message.source, message.target]
+            if forward
+            else routes.gradients[message.target, message.source]
+        )
+        if len(edges) == 1:
+            self._post(source, may_block=False)
+
+
 class _Arrival:
     """The buffers of one message and the receives that fill them."""
 
     def __init__(self, wire: Wire, specs: Sequence[ValueSpec], source: int) -> None:
-        self._specs, device = specs, wire.device
+        self._specs, self._wire = specs, wire
         numbers = sum(isinstance(spec, str) for spec in specs)
-        self._numbers = torch.empty(numbers, dtype=torch.int64, device=device)
-        self._tensors = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs if isinstance(s, TensorSpec)]
-        buffers = (self._numbers, *self._tensors)
-        self._pending = [wire.transport.recv(buffer, source) for buffer in buffers if buffer.numel()]
+        self._numbers = torch.empty(numbers, dtype=torch.int64)
+        self._pending = [wire.control.recv(self._numbers, source)] if numbers else []
+        forms = [spec for spec in specs if isinstance(spec, TensorSpec)]
+        with on_stream(wire.receiving):
+            self._tensors = [torch.empty(form.shape, dtype=form.dtype, device=wire.device) for form in forms]
+            self._pending += [wire.transport.recv(buffer, source) for buffer in self._tensors if buffer.numel()]
 
     def values(self, message: Message, source: int) -> list[Any]:
         for pending in self._pending:
             _wait(pending, message, "RECV", source)
+        if self._wire.receiving is not None:
+            stream = current_stream(self._wire.device)
+            for tensor in self._tensors:
+                used_on(tensor, stream)
         numbers, tensors = iter(self._numbers.tolist()), iter(self._tensors)
         return [_unpack(next(numbers), spec) if isinstance(spec, str) else next(tensors) for spec in self._specs]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,9 @@ from pipepart.errors import PlanError
 from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.rendezvous import job_key, job_store
 from pipepart.runtime.strangers import closed_to_strangers
+from pipepart.runtime.watching import Watching
 
-__all__ = ["Groups", "Mesh", "connect", "fit_mesh", "own_group"]
+__all__ = ["Groups", "Mesh", "connect", "fit_mesh", "own_group", "unbound"]
 
 _HOST = "gloo"  # the backend for tensors in host memory
 
@@ -121,6 +124,8 @@ class Groups:
     """Seconds that ranks wait for each other."""
     key: bytes = field(default=b"", repr=False)
     """The key with which ranks sign the objects that they send to each other."""
+    watching: Watching = field(default_factory=Watching, compare=False)
+    """The work of this rank, and a failure of the job that its watcher has found."""
     failures: list[str] = field(default_factory=list, compare=False)
     """The failures of this rank in these groups."""
     meetings: Counter[str] = field(default_factory=Counter, compare=False)
@@ -154,6 +159,7 @@ class Groups:
         made = Groups(
             mesh, rank, device, world, pipeline, down, up, copies, numbers, number, timeout.total_seconds(), job_key()
         )
+        made.watch_over(own, pipeline, copies)
         released_with(made, release_groups, [own, pipeline, down, up, copies, numbers])
         return made
 
@@ -181,6 +187,11 @@ class Groups:
         """This rank with its place in the mesh, as errors name it."""
         return self.mesh.describe(self.rank)
 
+    def watch_over(self, *groups: dist.ProcessGroup | None) -> None:
+        """Let the watcher end the transfers of these groups, too. Groups of CPU jobs notice the loss of a rank themselves."""
+        if not computes_on_host(self.device):
+            self.watching.groups.extend(group for group in groups if group is not None)
+
     def rank_of_stage(self, stage: int) -> int:
         """Return the rank that holds `stage` in this replica."""
         return self.mesh.rank(self.replica, stage)
@@ -196,13 +207,33 @@ def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Make groups inside that are independent of the default group.
+
+    A default group that is bound to a device (`device_id`) would share its communicator with new groups, all ranks would have
+    to take part, and all transfers of a group would have one order.
+    """
+    default: Any = dist.group.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
 def own_group(
     rank: int, all_ranks: Iterable[list[int]], timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """Create one group for each list of ranks and return the one with `rank`, if any. All ranks must call it."""
     found: dist.ProcessGroup | None = None
     for ranks in all_ranks:
-        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        with unbound():
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
         if rank in ranks:
             found = group
     return found

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipepart.errors import ForeignTensorError
@@ -17,6 +16,7 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.foreign import ForeignTensor, Place, become, fill_in
 from pipepart.runtime.meeting import exchange_objects, gather_objects, meet
 from pipepart.runtime.mesh import Groups
+from pipepart.runtime.transport import broadcast
 
 __all__ = ["Ownership", "Parts"]
 
@@ -130,7 +130,7 @@ class Parts:
                 meet(self._groups)
                 for tensor in (*self.root.parameters(), *self.root.buffers()):
                     values = tensor.detach().to(self._device).contiguous()
-                    dist.broadcast(values, 0)
+                    broadcast(values, 0, self._groups.world)
                     tensor.data.copy_(values)
         self.drop()
 
@@ -146,11 +146,13 @@ class Parts:
                 home = self._groups.rank_of_stage(self._ownership.parameters[name][0])
                 here = not parameter.is_meta
                 values = parameter.data if here else torch.empty_like(parameter, device=self._device)
-                dist.broadcast(values, home, group=self._groups.pipeline)
+                broadcast(values, home, self._groups.pipeline)
                 if not here:
                     fill_in(parameter, values.to(device))
                 elif values.device != device:
-                    parameter.data = values.to(device)
+                    gradient = parameter.grad
+                    fill_in(parameter, values.to(device))
+                    parameter.grad = None if gradient is None else gradient.to(device)
             self._make_buffers_whole(self._groups, device)
         self.whole = True
 
@@ -169,7 +171,7 @@ class Parts:
                 if buffer is None or buffer.is_meta or tuple(buffer.shape) != shape or buffer.dtype != dtype:
                     buffer = torch.empty(shape, dtype=dtype, device=self._device)
                 values = buffer.detach().contiguous()
-                dist.broadcast(values, groups.rank_of_stage(stage), group=groups.pipeline)
+                broadcast(values, groups.rank_of_stage(stage), groups.pipeline)
                 if buffer is not local.get(name) or values.device != device:
                     self._set_buffer(name, values.to(device))
                 elif stage != self._stage:
@@ -183,7 +185,7 @@ class Parts:
             home = self._ownership.parameters[name][0]
             if name in parts[home]:
                 values = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-                dist.broadcast(values, groups.rank_of_stage(home), group=groups.pipeline)
+                broadcast(values, groups.rank_of_stage(home), groups.pipeline)
                 parameter.grad = values
 
     @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipepart.devices import computes_on_host, read_together
 from pipepart.errors import PipelineError
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.runtime.batch_norm import BatchStatistics
@@ -28,7 +29,7 @@ from pipepart.runtime.microbatch import (
 )
 from pipepart.runtime.randomness import seeded
 from pipepart.runtime.tracing import Trace
-from pipepart.runtime.transport import Transport, share
+from pipepart.runtime.transport import Transport, broadcast, share
 from pipepart.samples.batch_numbers import Window, open_window
 from pipepart.samples.tail import Tail
 from pipepart.schedule import Schedule
@@ -82,10 +83,12 @@ class StepResult:
 class Program:
     """The chunks of one recorded step on this stage."""
 
-    def __init__(self, step: ChunkedStep, inputs: StageInputs, transport: Transport | None) -> None:
+    def __init__(self, step: ChunkedStep, inputs: StageInputs, transports: tuple[Transport, Transport] | None) -> None:
+        """`transports`: for tensors, and for plain values in host memory; None in a replica of one stage."""
+        transport, control = transports or (None, None)
         self.recording, self.weighed, plan = step.recording, step.weighed, inputs.plan
         self._tail, self._laws, self._plan = step.tail, step.laws, plan
-        self._groups, self._transport, self._device = inputs.groups, transport, inputs.device
+        self._groups, self._control, self._device = inputs.groups, control, inputs.device
         self._stage = inputs.stage
         self._first, self._last = plan.placement[0], plan.placement[-1]
         body = self.weighed.recording
@@ -97,8 +100,22 @@ class Program:
         roots = {"loss": body.loss_index} if body.loss_index is not None else {f"#{i}": i for i in body.roots}
         recompute = frozenset(index for index, on in enumerate(plan.recompute) if on)
         routes = Routes.of(step.chunks, plan.placement)
+        if transport is not None:
+            transport.open(routes.channels)
+        watching = inputs.groups.watching if inputs.groups is not None and not computes_on_host(inputs.device) else None
         self._executor = Executor(
-            StageChunks(self._stage, own, len(step.chunks) - 1, routes, roots, recompute, transport, inputs.device)
+            StageChunks(
+                self._stage,
+                own,
+                len(step.chunks) - 1,
+                routes,
+                roots,
+                recompute,
+                transport,
+                control,
+                inputs.device,
+                watching,
+            )
         )
         self._statistics = BatchStatistics(list(own.values())) if inputs.options.batch_norm == "batch" else None
         self._forms: dict[Any, int] = {}
@@ -179,8 +196,8 @@ class Program:
             together = self._groups is not None and weighed.needs_totals(request.train)
             batch = weighed.numbers(leaves, sizes.sizes, self._totals if together else None, window, position)
             header = (sizes.sizes, ids, {**numbers, **batch.inputs}, batch.samples, batch.denominator, batch.batches)
-        if self._groups is not None and self._transport is not None:
-            header = share(header, self._groups, self._transport, self._first, self._device)
+        if self._groups is not None and self._control is not None:
+            header = share(header, self._groups, self._control, self._first)
         counts, ids, numbers, samples, denominator, batches = header
         return PreparedBatch(MicrobatchSizes(counts), ids, numbers, samples, denominator, batches, microbatches)
 
@@ -212,19 +229,19 @@ class Program:
 
     def _send_buffers(self, tail: Tail) -> None:
         """Send the buffers that the tail has changed to other stages, which read them in the next step."""
-        if self._groups is None or self._transport is None:
+        if self._groups is None or self._control is None:
             return
         for name in tail.cut.buffers:
             buffer = resolve(self.recording.root, name)
-            dist.broadcast(buffer.data, self._groups.rank_of_stage(self._last), group=self._groups.pipeline)
+            broadcast(buffer.data, self._groups.rank_of_stage(self._last), self._groups.pipeline)
 
     def _spread(self, merged: list[Any] | None, everywhere: bool) -> list[Any]:
         """Send the outputs of the last stage to all stages."""
-        if self._groups is None or self._transport is None:
+        if self._groups is None or self._control is None:
             assert merged is not None
             return merged
-        described = [_describe(value) for value in merged] if merged is not None else None
-        described = share(described, self._groups, self._transport, self._last, self._device)
+        described = _described(merged) if merged is not None else None
+        described = share(described, self._groups, self._control, self._last)
         if merged is not None and not everywhere:
             return merged
         outputs: list[Any] = []
@@ -235,12 +252,14 @@ class Program:
             elif kind == "plain":
                 outputs.append(content[0])
             elif kind == "scalar":  # the description contains its value
-                outputs.append(torch.tensor(content[0], dtype=content[1], device=self._device))
+                outputs.append(
+                    torch.full((), content[0], dtype=content[1], device=self._device)
+                )  # no copy from the host
             elif everywhere:
                 buffer = (
                     torch.empty(content[0], dtype=content[1], device=self._device) if own is None else own.contiguous()
                 )
-                dist.broadcast(buffer, self._groups.rank_of_stage(self._last), group=self._groups.pipeline)
+                broadcast(buffer, self._groups.rank_of_stage(self._last), self._groups.pipeline)
                 outputs.append(buffer)
             else:
                 outputs.append(None)
@@ -251,10 +270,18 @@ class _Separate(list):
     """The values of one output for each micro-batch. They stay on the last stage."""
 
 
-def _describe(value: Any) -> tuple[Any, ...]:
-    """Return the description of an output for other stages: its value if it is small, its form if it is a tensor."""
-    if isinstance(value, _Separate):
-        return ("here",)
-    if not isinstance(value, torch.Tensor):
-        return ("plain", value)
-    return ("scalar", value.item(), value.dtype) if value.dim() == 0 else ("tensor", tuple(value.shape), value.dtype)
+def _described(values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return the descriptions of outputs for other stages: the value if it is small, the form if it is a tensor."""
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dim() == 0]
+    scalars = iter(read_together(tensors))
+    found: list[tuple[Any, ...]] = []
+    for value in values:
+        if isinstance(value, _Separate):
+            found.append(("here",))
+        elif not isinstance(value, torch.Tensor):
+            found.append(("plain", value))
+        elif value.dim() == 0:
+            found.append(("scalar", next(scalars), value.dtype))
+        else:
+            found.append(("tensor", tuple(value.shape), value.dtype))
+    return found

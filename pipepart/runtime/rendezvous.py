@@ -51,9 +51,9 @@ _jobs = ExitStack()
 atexit.register(_jobs.close)
 
 
-def join_job(timeout: timedelta) -> torch.device:
+def join_job(timeout: timedelta, wanted: str | torch.device | None = None) -> torch.device:
     """Initialise `torch.distributed` from the variables of torchrun, if needed. Returns the device of this rank."""
-    device = local_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = local_device(int(os.environ.get("LOCAL_RANK", "0")), wanted)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))

@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -218,10 +218,15 @@ _DONE = _Done()
 class SharedMemoryTransport:
     """`Transport` for the CPU processes of one replica on one host. All of its ranks create it together."""
 
+    ahead: int | None = 2
+
     def __init__(self, groups: Groups, timeout: float) -> None:
         self._stage = groups.stage
         self._peers = _connect(groups, timeout)
         self._expected: dict[int, deque[_Receive]] = {stage: deque() for stage in self._peers}
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: every pair of stages is connected."""
 
     def send(self, tensor: torch.Tensor, target: int) -> Pending:
         self._peers[target].send(tensor)

@@ -23,7 +23,7 @@ from pipepart.runtime.parts import Ownership, Parts
 from pipepart.runtime.program import Program, StepRequest, StepResult
 from pipepart.runtime.randomness import OpSeeds
 from pipepart.runtime.tracing import Trace, TraceBoard, TracePolicy
-from pipepart.runtime.transport import GroupTransport, Transport, choose_transport, share
+from pipepart.runtime.transport import DeviceTransport, GroupTransport, Transport, choose_transport, control_of, share
 from pipepart.samples import Weighed
 from pipepart.samples.batch_numbers import DIFFERENT_RECORDINGS, EqualWeights, Window
 from pipepart.schedule import Timeline
@@ -35,9 +35,14 @@ class Steps:
     """Runs the recorded steps of one stage."""
 
     def __init__(
-        self, inputs: StageInputs, transport: Transport | None, parameters: StageParameters, traces: TraceBoard
+        self,
+        inputs: StageInputs,
+        transports: tuple[Transport, Transport] | None,
+        parameters: StageParameters,
+        traces: TraceBoard,
     ) -> None:
-        self._inputs, self._transport, self._parameters, self._traces = inputs, transport, parameters, traces
+        """`transports`: for tensors, and for plain values in host memory."""
+        self._inputs, self._transports, self._parameters, self._traces = inputs, transports, parameters, traces
         self.programs: dict[str, Program] = {}
         """The recorded steps by name."""
         self._accumulation = Accumulation()
@@ -47,7 +52,7 @@ class Steps:
 
     def add(self, name: str, step: ChunkedStep) -> None:
         """Make a step ready to run under this name."""
-        self.programs[name] = Program(step, self._inputs, self._transport)
+        self.programs[name] = Program(step, self._inputs, self._transports)
 
     def train(self, name: str, request: StepRequest) -> StepResult:
         """Run forward and backward of all micro-batches. `StageParameters` keeps the new gradients until `hand_over`."""
@@ -85,10 +90,10 @@ class Steps:
     def share(self, value: Any, source: int) -> Any:
         """Return the plain value of stage `source` on all stages of the replica. Every stage must call it."""
         groups = self._inputs.groups
-        if groups is None or self._transport is None:
+        if groups is None or self._transports is None:
             return value
         with guarded(groups):
-            return share(value, groups, self._transport, source, self._inputs.device)
+            return share(value, groups, self._transports[1], source)
 
 
 class StageRuntime:
@@ -111,17 +116,19 @@ class StageRuntime:
         """The buffers that this stage holds."""
         if self.is_first:
             self.held_buffers |= set(chunked.weighed.numbers.buffers)
-        self._transport: Transport | None = None
+        transports: tuple[Transport, Transport] | None = None
         with guarded(groups):
             if groups is not None and plan.stages > 1:
-                self._transport = choose_transport(options.transport, groups, self.device, options.timeout)
+                transport = choose_transport(options.transport, groups, self.device, options.timeout)
+                transports = transport, control_of(transport)
             self.parameters = StageParameters(self.root, self.ownership, groups, self.device)
-        released_with(self, _close, self._transport, self.parameters.sync.groups)
-        one_clock = not isinstance(self._transport, GroupTransport)
+        self._transport = transports[0] if transports is not None else None
+        released_with(self, _close, transports or (), self.parameters.sync.groups)
+        one_clock = transports is None or not isinstance(transports[1], GroupTransport)
         self.traces = TraceBoard(plan.stages, groups, options.timeout, one_clock)
         self.tracing = TracePolicy()
         """Selects the steps that are run with ``trace=True``."""
-        self.steps = Steps(inputs, self._transport, self.parameters, self.traces)
+        self.steps = Steps(inputs, transports, self.parameters, self.traces)
         self.steps.add(inputs.step.name, chunked)
         self.seeds = OpSeeds(options.randomness, groups.replica if groups is not None else 0)
         self.parts = Parts(self.root, self.ownership, groups, self.device, self.held_buffers, plan.placement[-1])
@@ -142,6 +149,11 @@ class StageRuntime:
         """Apply the plan to another recorded step of the same model, for example an evaluation."""
         chunk_of = transfer(self.graph, self.plan.chunk_of, op_graph(step.recording), len(self.plan.placement))
         self.steps.add(step.name, chunk_step(step, chunk_of, self._inputs))
+
+    def end_set_up(self) -> None:
+        """Note that steps which are added from now on may be added by one replica alone."""
+        if isinstance(self._transport, DeviceTransport):
+            self._transport.seal()
 
     def drop(self, name: str) -> None:
         """Remove a recorded step."""
@@ -207,8 +219,8 @@ class StageRuntime:
         self.parts.load_full_state_dict(state, strict)
 
 
-def _close(transport: Transport | None, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Close the sockets of a runtime that is not used any more."""
-    if transport is not None and hasattr(transport, "close"):
+def _close(transports: Sequence[Transport], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Close the sockets and groups of a runtime that is not used any more."""
+    for transport in dict.fromkeys(transports):
         transport.close()
     release_groups(groups)

@@ -1,19 +1,40 @@
-"""Transfers of tensors and plain values between the stages of one replica."""
+"""Transfers of tensors and plain values between the stages of one replica.
+
+Tensors move over the transport of the device, plain values (forms, numbers, headers) over one in host memory: reading them
+never makes the host wait for the device. On the CPU both are one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from pipepart.devices import computes_on_host, device_backend
 from pipepart.errors import ConfigError
-from pipepart.runtime.mesh import Groups
+from pipepart.runtime.leaving import release_groups
+from pipepart.runtime.mesh import Groups, own_group
 from pipepart.runtime.signing import signed, verified
 
-__all__ = ["GroupTransport", "Pending", "Transport", "choose_transport", "share"]
+__all__ = [
+    "DeviceTransport",
+    "GroupTransport",
+    "Pending",
+    "Transport",
+    "broadcast",
+    "choose_transport",
+    "control_of",
+    "share",
+]
 
 _FIXED = 2048  # bytes of the message that carries any ordinary value
+_SENT_AS_THEY_ARE = frozenset(
+    {torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+"""Dtypes that every backend sends. Tensors of other dtypes are sent as bytes."""
 
 
 class Pending(Protocol):
@@ -27,6 +48,13 @@ class Pending(Protocol):
 class Transport(Protocol):
     """One ordered channel for each ordered pair of stages: messages arrive in the order of their sends."""
 
+    ahead: int | None
+    """The messages of each channel whose receives are posted before they are needed; None: receives follow the plan."""
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Prepare the channels from stage to stage. All stages of the replica must call it together."""
+        ...
+
     def send(self, tensor: torch.Tensor, target: int) -> Pending:
         """Start to send to stage `target`. The tensor must not change until the transfer is done."""
         ...
@@ -35,12 +63,21 @@ class Transport(Protocol):
         """Start to receive from stage `source` into `tensor`."""
         ...
 
+    def close(self) -> None:
+        """Release the connections that belong to this transport alone."""
+        ...
+
 
 class GroupTransport:
-    """Point-to-point transfers of `torch.distributed`: gloo for CPU tensors, NCCL for CUDA tensors."""
+    """Transfers of tensors in host memory by `torch.distributed`."""
+
+    ahead: int | None = 2
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: every pair of stages is connected."""
 
     def send(self, tensor: torch.Tensor, target: int) -> Pending:
         group = self._groups.channel(self._groups.stage, target)
@@ -49,6 +86,100 @@ class GroupTransport:
     def recv(self, tensor: torch.Tensor, source: int) -> Pending:
         group = self._groups.channel(source, self._groups.stage)
         return _started(dist.irecv(tensor, self._groups.rank_of_stage(source), group=group))
+
+    def close(self) -> None:
+        """Do nothing: the groups belong to the job."""
+
+
+class DeviceTransport:
+    """Transfers of tensors on an accelerator: a communicator of its own for each direction of each pair of stages.
+
+    Transfers of one communicator run in one order on both ends. A communicator that several pairs share would need one order
+    for all of them, and one that is made at its first use makes the host wait for the other end. So all of them are made at
+    set-up, in the same order on all ranks.
+
+    Receives are posted in the order of the plan. On a device with few queues a transfer that waits for the one before it
+    holds up all work behind it, so no fixed number of receives ahead is safe (`pipepart.schedule.channel_programs`).
+    """
+
+    ahead: int | None = None
+
+    def __init__(self, groups: Groups, control: Transport) -> None:
+        """`control`: the transport in host memory, for channels that are found to be needed after set-up."""
+        self._groups, self.control = groups, control
+        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._sealed = False
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make the channels from stage to stage that do not exist yet. All ranks of the job must call it together.
+
+        After `seal`, it makes none: a step that is recorded later may be recorded by one replica alone. Messages between
+        stages without a channel go through host memory, which is slow.
+        """
+        groups = self._groups
+        for source, target in sorted(set(pairs) - set(self._channels)) if not self._sealed else ():
+            ranks = [
+                sorted((groups.mesh.rank(replica, source), groups.mesh.rank(replica, target)))
+                for replica in range(groups.mesh.replicas)
+            ]
+            limit = timedelta(seconds=groups.timeout)
+            made = own_group(groups.rank, ranks, limit, f"{groups.device.type}:{device_backend(groups.device)}")
+            if made is None:
+                continue
+            self._channels[source, target] = made
+            groups.watch_over(made)
+            first = torch.zeros(1, device=groups.device)
+            (self.send(first, target) if groups.stage == source else self.recv(first, source)).wait()
+
+    def seal(self) -> None:
+        """End set-up: from now on, no channels are made."""
+        self._sealed = True
+
+    def send(self, tensor: torch.Tensor, target: int) -> Pending:
+        group = self._channels.get((self._groups.stage, target))
+        if group is None:
+            return self.control.send(tensor.cpu(), target)
+        return _started(dist.isend(_sendable(tensor), self._groups.rank_of_stage(target), group=group))
+
+    def recv(self, tensor: torch.Tensor, source: int) -> Pending:
+        group = self._channels.get((source, self._groups.stage))
+        if group is None:
+            return _ThroughHost(self.control, tensor, source)
+        return _started(dist.irecv(_sendable(tensor), self._groups.rank_of_stage(source), group=group))
+
+    def close(self) -> None:
+        release_groups(self._channels.values())
+        self._channels = {}
+
+
+class _ThroughHost:
+    """A receive of a tensor on a device through host memory."""
+
+    def __init__(self, control: Transport, tensor: torch.Tensor, source: int) -> None:
+        self._tensor, self._here = tensor, torch.empty_like(tensor, device="cpu")
+        self._pending = control.recv(self._here, source)
+
+    def is_completed(self) -> bool:
+        return False  # not before it was copied
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._tensor.copy_(self._here)
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with the same memory, as bytes if some backend does not send its dtype."""
+    return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.reshape(-1).view(torch.uint8)
+
+
+def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Copy a tensor of rank `source` to all ranks of a group, in place, whatever its dtype and its strides."""
+    if tensor.numel() == 0:
+        return
+    whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+    dist.broadcast(_sendable(whole), source, group=group)
+    if whole is not tensor:
+        tensor.copy_(whole)
 
 
 def _started(work: dist.Work | None) -> Pending:
@@ -63,34 +194,42 @@ def choose_transport(name: str, groups: Groups, device: torch.device, timeout: f
     """
     from pipepart.runtime.shared_memory import SharedMemoryTransport, one_host
 
-    together = name != "group" and device.type == "cpu" and one_host(groups)
+    on_host = computes_on_host(device)
+    together = name != "group" and on_host and one_host(groups)
     if name == "shared_memory" and not together:
         raise ConfigError(
             f"transport='shared_memory' needs CPU processes on one Linux host; this rank is on {device} and its replica is on "
-            f"{'one host' if device.type != 'cpu' else 'several hosts'}. Use transport='auto'."
+            f"{'several hosts' if on_host else 'one host'}. Use transport='auto'."
         )
+    if not on_host:
+        return DeviceTransport(groups, choose_transport("auto", groups, torch.device("cpu"), timeout))
     return SharedMemoryTransport(groups, timeout) if together else GroupTransport(groups)
 
 
-def share(value: Any, groups: Groups, transport: Transport, source: int, device: torch.device) -> Any:
+def control_of(transport: Transport) -> Transport:
+    """Return the transport for plain values in host memory that belongs to `transport`."""
+    return transport.control if isinstance(transport, DeviceTransport) else transport
+
+
+def share(value: Any, groups: Groups, control: Transport, source: int) -> Any:
     """Return the plain value of stage `source` on all stages of the replica. All stages call it between two steps."""
     if groups.stage != source:
-        raw = _receive(_FIXED, transport, source, device)
+        raw = _receive(_FIXED, control, source)
         length = int.from_bytes(raw[:8], "little")
-        data = raw[8 : 8 + length] if length <= _FIXED - 8 else _receive(length, transport, source, device)
+        data = raw[8 : 8 + length] if length <= _FIXED - 8 else _receive(length, control, source)
         return verified(data, groups)
     data = signed(value, groups)
     parts = [(len(data).to_bytes(8, "little") + data[: _FIXED - 8]).ljust(_FIXED, b"\0")]
     if len(data) > _FIXED - 8:
         parts.append(data)
-    tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in parts]
+    tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
     others = [stage for stage in range(groups.mesh.stages) if stage != source]
-    for pending in [transport.send(tensor, stage) for stage in others for tensor in tensors]:
+    for pending in [control.send(tensor, stage) for stage in others for tensor in tensors]:
         pending.wait()
     return value
 
 
-def _receive(size: int, transport: Transport, source: int, device: torch.device) -> bytes:
-    buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    transport.recv(buffer, source).wait()
-    return bytes(buffer.cpu().numpy().tobytes())
+def _receive(size: int, control: Transport, source: int) -> bytes:
+    buffer = torch.empty(size, dtype=torch.uint8)
+    control.recv(buffer, source).wait()
+    return bytes(buffer.numpy().tobytes())

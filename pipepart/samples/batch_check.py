@@ -89,8 +89,9 @@ def check_batch(
     micro-batches. The outputs `free` are not compared. With `weighed`, the recording runs with the weights of the batch.
     A batch that is split as a `container` is split by its own rule.
     """
-    if is_abstract(recording.root):
-        return BatchCheck(None, "the model is on the meta device, so it cannot run before it is divided into stages")
+    if is_abstract(recording.root, recording.device):
+        why = "is on the meta device" if is_abstract(recording.root) else "does not fit on one device"
+        return BatchCheck(None, f"the model {why}, so it cannot run before it is divided into stages")
     try:
         splits = _splits(recording, leaves, microbatch_size) if container is None else container.splits(microbatch_size)
         if splits is None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from pipepart.devices import on_host
 from pipepart.recording.execution.emit import executable
 from pipepart.recording.execution.ops_run import used_tensors
 from pipepart.recording.op import op_of, shape_of
@@ -217,7 +218,7 @@ class Numbers:
         if checked:
             for value, item in zip(values[len(self._parts) :], self.checks):
                 check(value, item.expected, item.text)
-        return values[: len(self._parts)]
+        return on_host(values[: len(self._parts)])  # all of them at once, if they are on an accelerator
 
     def _counts(self, parts: Sequence[Any], samples: int) -> dict[str, float]:
         """Return the parts that add up over batches, by the ops that compute them: equal in all recordings of a step."""

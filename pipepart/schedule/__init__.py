@@ -11,6 +11,9 @@
     messages       messages_of(): SEND and RECV of each stage; checks of explicit messages
     validate       validate(): checks that a schedule can be executed
        |
+    channel_rules     check_posts(): whether the posts and waits of all hosts end under the rules of NCCL
+    channel_programs  check_channels(): the same for the posts that follow from a schedule and its messages
+       |
     chunk_costs    ChunkCosts: times of the actions; lower_bound() of the step
     simulate       simulate(): schedule and costs to a timeline
     timeline       Timeline: events with start and end, predicted or measured; critical path
@@ -22,6 +25,8 @@ The package knows stages, chunks, micro-batches and their times. It must not kno
 from __future__ import annotations
 
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule, looped_placement, v_placement
+from pipepart.schedule.channel_programs import check_channels, receives_due
+from pipepart.schedule.channel_rules import Stuck
 from pipepart.schedule.chunk_costs import ChunkCosts, lower_bound
 from pipepart.schedule.comparison import GANTT_LEGEND, Row, compare, format_table, gantt, picture, table
 from pipepart.schedule.generators import SCHEDULES, ScheduleKind, make_schedule
@@ -44,8 +49,10 @@ __all__ = [
     "Row",
     "Schedule",
     "ScheduleKind",
+    "Stuck",
     "Timeline",
     "Validated",
+    "check_channels",
     "compare",
     "format_table",
     "from_csv",
@@ -58,6 +65,7 @@ __all__ = [
     "picture",
     "read_csv",
     "read_program",
+    "receives_due",
     "simulate",
     "step_time",
     "table",

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import inspect
+from dataclasses import dataclass
+from pathlib import Path
 
 import lightning as L
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from pipepart.cli.config import checked, compose_config
 from pipepart.cli.groups import conf_folder, group_options, groups
 from pipepart.cli.schema import StrategyConfig, TrainerConfig, schema_of
 from pipepart.cli.train import check_run, resolve_devices
+from pipepart.cost.cluster import cluster_from, load_cluster
 from pipepart.errors import ConfigError, PipepartError
 from pipepart.lightning import PipelineStrategy
 
@@ -61,6 +67,44 @@ def test_every_recipe_resolves_for_every_strategy(recipe: str, strategy: str) ->
 @pytest.mark.parametrize("cluster", group_options("cluster"))
 def test_every_cluster_composes_for_planning(cluster: str) -> None:
     assert compose_config([f"cluster={cluster}"], "plan").cluster.name == cluster
+
+
+@dataclass
+class _Queue:
+    """The fields of the SLURM launcher that the configuration sets."""
+
+    _target_: str = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int | None = None
+    gpus_per_node: int | None = None
+    gres: str | None = None
+    timeout_min: int = 60
+    submitit_folder: str = ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [(["trainer=gpu"], 8), (["trainer=cpu"], None), (["trainer=gpu", "hydra.launcher.gpus_per_node=null"], None)],
+)
+def test_a_queue_is_asked_for_a_gpu_per_process(overrides: list[str], gpus: int | None) -> None:
+    if importlib.util.find_spec("hydra_plugins") is None:
+        ConfigStore.instance().store("submitit_slurm", _Queue, group="hydra/launcher")
+    config = compose_config(["launcher=slurm", "devices=8", "launcher.nodes=2", *overrides], hydra=True)
+    assert config.hydra.launcher.gpus_per_node == gpus
+    assert (config.hydra.launcher.nodes, config.hydra.launcher.tasks_per_node) == (2, 8)
+
+
+def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
+    text = (conf_folder() / "cluster" / "l4.yaml").read_text().replace("name: l4", "name: mine")
+    path = tmp_path / "my-cluster.yaml"
+    path.write_text(text)
+    config = checked(compose_config([f"cluster={path}"], "plan"))
+    assert cluster_from(config["cluster"]) == dataclasses.replace(load_cluster("l4"), name="mine")
+    with pytest.raises(ConfigError, match=r"nowhere.yaml"):
+        compose_config([f"cluster={tmp_path}/nowhere.yaml"], "plan")
+    with pytest.raises(ConfigError, match="cluster is for `pipepart plan`"):
+        compose_config([f"cluster={path}"], "train")
 
 
 @pytest.mark.parametrize(

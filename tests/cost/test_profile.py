@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from pipepart.cost import profile, profiled, state_kept
 from pipepart.cost.op_costs import SPLIT_LAYERS
+from pipepart.devices import Stopwatch
 from pipepart.recording import record
 from pipepart.runtime import deferred
 
@@ -281,6 +283,77 @@ print("measured")
 
 
 @pytest.mark.slow
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], nn.BatchNorm1d(8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) * self.scale).square().mean()
+
+
+def test_a_model_that_does_not_fit_is_measured_with_the_parameters_of_one_op_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model is on the host, and the meta device stands in for an accelerator."""
+    model, x, there = Tower(), torch.randn(4, 8), torch.device("meta")
+    recording = record(model, (x,))
+    module = sys.modules["pipepart.cost.profile"]
+    most: list[int] = []
+    lent = module.lent
+
+    @contextmanager
+    def watched(modules, device):
+        with lent(modules, device):
+            most.append(sum(p.numel() for p in model.parameters() if p.device == there))
+            yield
+
+    monkeypatch.setattr(module, "lent", watched)
+    monkeypatch.setattr(module, "time_step", lambda *_: pytest.fail("the whole step must not be run"))
+    monkeypatch.setattr("pipepart.cost.timing.Stopwatch", lambda device: Stopwatch(torch.device("cpu")))
+    own = {name: (tensor, tensor.clone()) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    costs = profile(recording, [x.to(there)])
+    assert max(most) == 72, "the parameters of one layer"
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert tensor is own[name][0]
+        assert torch.equal(tensor, own[name][1])
+    linears = [i for i, size in enumerate(costs.parameter_bytes) if size == 72 * 4]
+    assert len(linears) == 4
+    assert all(costs.forward[i] > 0 for i in linears)
+    assert all(costs.backward_weight[i] >= 0 for i in linears)
+    assert costs.notes == ("the step is not timed as a whole: the model does not fit on one device",)
+
+
+class Full(nn.Module):
+    """Has no memory for its second half while it is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def test_where_memory_ends_costs_are_computed_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEPART_CACHE", str(tmp_path))
+    model, x = Full(), torch.randn(4, 8)
+    recording = record(model, (x,))
+
+    def full(given: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(model.second, "forward", full)
+    costs = profiled(recording, [x], agree=bool)
+    linears = [i for i, size in enumerate(costs.parameter_bytes) if size]
+    assert len(linears) == 2
+    assert all(costs.forward[i] > 0 for i in linears)
+    (note,) = costs.notes
+    assert note.startswith("the memory of the device is too small: the costs of")
+    assert not list(tmp_path.glob("profiles/*"))
+
+
 def test_no_kernel_is_asked_for_a_half_that_crashes() -> None:
     """GroupNorm with channels-last strides ends the process when it is asked for gradients of weights alone."""
     done = subprocess.run([sys.executable, "-c", CHANNELS_LAST], capture_output=True, text=True, timeout=120)

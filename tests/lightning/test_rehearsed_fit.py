@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipepart import PipelineStrategy
-from pipepart.lightning import pipeline_strategy
+from pipepart.lightning import recorded_steps
 from pipepart.lightning.announce import measured_against_predicted
 from pipepart.planning import Plan
 
@@ -40,7 +40,7 @@ class _Module(L.LightningModule):
 
 
 def _fit(worth: int, batches: int, plan: Plan | None = None, **trainer_options: Any) -> tuple[list[float], str]:
-    usual, pipeline_strategy._WORTH_A_REHEARSAL = pipeline_strategy._WORTH_A_REHEARSAL, worth
+    usual, recorded_steps._WORTH_A_REHEARSAL = recorded_steps._WORTH_A_REHEARSAL, worth
     try:
         L.seed_everything(3, verbose=False)
         module = _Module()
@@ -56,7 +56,7 @@ def _fit(worth: int, batches: int, plan: Plan | None = None, **trainer_options: 
         assert strategy.runtime.plan.rehearsed == (plan.rehearsed if plan is not None else None)  # it is never replaced
         return module.losses, strategy.plan.to_json()
     finally:
-        pipeline_strategy._WORTH_A_REHEARSAL = usual
+        recorded_steps._WORTH_A_REHEARSAL = usual
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import fx, nn
 
+from pipepart.machine import usable
 from pipepart.recording import record
-from pipepart.runtime.deferred import defer_weights, deferring
+from pipepart.runtime.deferred import _Deferred, defer_weights, deferring
 
 LAYERS = {
     "linear": (nn.Linear(5, 7), torch.randn(4, 3, 5)),
@@ -60,6 +61,70 @@ def test_two_halves_equal_the_whole(name: str) -> None:
     loss.backward()  # with no queue open: all at once, added to what is there
     for parameter, gradient in zip(model.parameters(), expected):
         torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+@pytest.mark.skipif(not usable("bfloat16"), reason="this processor has no products of this dtype")
+@pytest.mark.parametrize("name", LAYERS)
+def test_two_halves_under_autocast_equal_the_layer_under_autocast(name: str) -> None:
+    layer, x = LAYERS[name]
+    x = x.clone().requires_grad_(x.is_floating_point())
+    layer.zero_grad()
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16)
+
+    with autocast():
+        out = layer(x)
+    out.float().sin().sum().backward()
+    expected, at_input = [p.grad.clone() for p in layer.parameters()], x.grad
+    layer.zero_grad()
+    x.grad = None
+    with autocast():
+        _, graph = _graph(layer, x.detach())
+        assert defer_weights(graph) == 1
+        (deferred,) = [value for value in vars(graph).values() if isinstance(value, _Deferred)]
+        halves = deferred(x)
+    assert halves.dtype == out.dtype
+    assert torch.equal(halves, out)
+    with deferring() as work:
+        halves.float().sin().sum().backward()
+    assert len(work) == 1, "the weights were not left for later"
+    assert all(p.grad is None for p in layer.parameters())
+    assert (x.grad is None) == (at_input is None)
+    if at_input is not None:
+        assert x.grad.dtype == x.dtype
+        assert torch.equal(x.grad, at_input)
+    for piece in work:
+        piece()
+    for parameter, gradient in zip(layer.parameters(), expected):
+        assert parameter.grad.dtype == parameter.dtype
+        torch.testing.assert_close(parameter.grad, gradient, rtol=2**-7, atol=2**-7)
+    with autocast():
+        deferred(x).float().sin().sum().backward()  # with no queue open
+    for parameter, gradient in zip(layer.parameters(), expected):
+        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=2**-7, atol=2**-6)
+
+
+def test_a_deferred_layer_leaves_no_copy_of_its_weight_for_other_ops() -> None:
+    layer, x = nn.Linear(5, 5), torch.randn(2, 5)
+    _, graph = _graph(layer, x)
+    defer_weights(graph)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph(x)
+        plain = nn.functional.linear(x, layer.weight)
+    plain.float().sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_double_precision_is_kept_under_autocast() -> None:
+    layer, x = nn.Linear(5, 5).double(), torch.randn(2, 5, dtype=torch.float64)
+    _, graph = _graph(layer, x)
+    assert defer_weights(graph) == 1
+    with torch.autocast("cpu", torch.bfloat16), deferring() as work:
+        loss = graph(x)[0]
+        loss.backward()
+    assert loss.dtype == torch.float64
+    assert len(work) == 1
 
 
 @pytest.mark.parametrize("change", ["hook", "sparse", "max_norm", "padding_mode", "frozen"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from support.models import build
@@ -74,5 +76,8 @@ def test_one_process() -> None:
     batch = model.batch(4)
     pipe = Pipeline(model, batch, stages=1, microbatches=2)
     before = _everything(pipe)
-    assert rehearsed(pipe._runtime, StepRequest(leaves=list(batch)), "step") > 0
+    waited = []
+    with mock.patch("pipepart.build.rehearsal.synchronize", waited.append):
+        assert rehearsed(pipe._runtime, StepRequest(leaves=list(batch)), "step") > 0
+    assert len(waited) >= 12, "an accelerator has finished before and after each step"
     assert all(torch.equal(a, b) for a, b in zip(before, _everything(pipe), strict=True))

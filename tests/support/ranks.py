@@ -22,7 +22,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["RanksFailed", "error_of", "run_ranks", "stop_pools"]
+__all__ = ["RanksFailed", "error_of", "run_ranks", "run_standin", "stop_pools"]
 
 
 class RanksFailed(AssertionError):
@@ -30,14 +30,14 @@ class RanksFailed(AssertionError):
 
 
 class _Pool:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, standin: bool = False) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "pipepart", "numpy"])
-        self.size = size
+        self.size, self.standin = size, standin
         self.processes, self.connections = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(theirs, rank, size), daemon=True)
+            process = context.Process(target=_worker, args=(theirs, rank, size, standin), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -56,10 +56,12 @@ class _Pool:
             self.kill()
             raise RanksFailed(f"rank {rank} did not start within {_START:.0f} s, or died before it was ready")
 
-    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], args: tuple, kwargs: dict, timeout: float, eager: bool = False
+    ) -> list[Any]:
         with tempfile.TemporaryDirectory(prefix="pipepart-ranks-") as folder:
             for connection in self.connections:
-                connection.send((function, args, kwargs, os.path.join(folder, "store"), timeout))
+                connection.send((function, args, kwargs, os.path.join(folder, "store"), timeout, eager))
             return self._collect(time.monotonic() + timeout)
 
     def _collect(self, deadline: float) -> list[Any]:
@@ -100,7 +102,7 @@ class _Pool:
             process.join(5)
         for connection in self.connections:
             connection.close()
-        _pools.pop(self.size, None)
+        _pools.pop((self.size, self.standin), None)
 
 
 def _signal(pid: int | None, number: int) -> None:
@@ -111,8 +113,8 @@ def _signal(pid: int | None, number: int) -> None:
         pass
 
 
-_pools: dict[int, _Pool] = {}
-"""By world size, the one that was used last at the end."""
+_pools: dict[tuple[int, bool], _Pool] = {}
+"""By world size and whether it has the stand-in device, the one that was used last at the end."""
 _START = 300.0
 """Seconds in which the processes of a pool must be ready."""
 _MOST = 14
@@ -121,11 +123,39 @@ _MOST = 14
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
     """Call `function(*args, **kwargs)` on `size` ranks with torch.distributed ready (gloo); their results in order."""
-    pool = _pools.pop(size, None)
-    while pool is None and _pools and sum(_pools) + size > _MOST:
+    return _pool(size, standin=False).run(function, args, kwargs, timeout)
+
+
+def run_standin(
+    function: Callable[..., Any],
+    *args: Any,
+    ranks: int = 1,
+    timeout: float = 120.0,
+    eager: bool = False,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `function(*args, **kwargs)` on ranks that each have a device of the stand-in; their results in order.
+
+    Rank r has standin:r as its current device. torch.distributed is ready for CPU tensors (gloo) and for tensors of the
+    device (standin_ccl); with `eager`, the group is bound to the device. The test is skipped where nothing can be compiled.
+    """
+    import pytest
+
+    from support.standin import built_library, unavailable
+
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    built_library()  # before the time limit counts
+    return _pool(ranks, standin=True).run(function, args, kwargs, timeout, eager)
+
+
+def _pool(size: int, standin: bool) -> _Pool:
+    pool = _pools.pop((size, standin), None)
+    while pool is None and _pools and sum(other for other, _ in _pools) + size > _MOST:
         next(iter(_pools.values())).kill()
-    _pools[size] = pool or _Pool(size)
-    return _pools[size].run(function, args, kwargs, timeout)
+    _pools[size, standin] = pool or _Pool(size, standin)
+    return _pools[size, standin]
 
 
 def error_of(function: Callable[..., Any], *args: Any) -> str:
@@ -156,7 +186,20 @@ def _measure_briefly() -> None:
     timing._FEW_STEPS = (3, 5)
 
 
-def _worker(connection: Connection, rank: int, size: int) -> None:
+def _prepare_standin(rank: int) -> None:
+    """The state of the device as it is at the start of a process."""
+    import torch
+
+    from support import standin
+    from support.standin import process_group
+
+    standin.enable()
+    standin.reset_all()
+    process_group.reset_failures()
+    torch.accelerator.set_device_index(rank)
+
+
+def _worker(connection: Connection, rank: int, size: int, standin: bool) -> None:
     import torch
     import torch.distributed as dist
 
@@ -173,25 +216,37 @@ def _worker(connection: Connection, rank: int, size: int) -> None:
         MASTER_PORT="0",
     )
     _measure_briefly()
+    if standin:
+        os.environ["STANDIN_DEVICES"] = str(max(4, size))
+        _prepare_standin(rank)
     gc.freeze()  # the libraries stay anyway; searching them after each case would take longer than many cases
     connection.send("ready")
     while True:
         try:
-            function, args, kwargs, path, timeout = connection.recv()
+            function, args, kwargs, path, timeout, eager = connection.recv()
         except (EOFError, ConnectionError):
             return
         try:
             from datetime import timedelta
 
             torch.manual_seed(0)
+            if standin:
+                _prepare_standin(rank)
             if size > 1:
                 store = dist.FileStore(path, size)
                 dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+                    "cpu:gloo,standin:standin_ccl" if standin else "gloo",
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=timeout),
+                    device_id=torch.device("standin", rank) if eager else None,
                 )
             answer = (True, function(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
+            if standin and dist.is_initialized():  # leaving a group waits for what was posted
+                dist.distributed_c10d._abort_process_group()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

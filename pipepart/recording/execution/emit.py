@@ -37,7 +37,8 @@ def executable(
 ) -> RecordedGraph:
     """Return a module of these nodes (by default all nodes) that maps values of `inputs` to values of `outputs`.
 
-    With `device`, tensors that the model made on the device of the example are made there instead. `sizes` are numbers
+    With `device`, tensors that the model made on the device of the example are made there instead, and constants of the
+    recording are there. `sizes` are numbers
     that are read from a dimension of an input. Regions of activation checkpointing below `depth` levels of nesting are
     run again in backward; with None, each op is a node of the module.
     """
@@ -49,7 +50,7 @@ def executable(
     if outputs is None:
         outputs = everything[-1].args[0]  # type: ignore[assignment]
     assert outputs is not None
-    writer = _Writer(recording, nodes, inputs, outputs, device, depth)
+    writer = _Writer(recording, nodes, inputs, outputs, None if device == recording.device else device, depth)
     writer.take_sizes(sizes or {})
     rest = [node for node in nodes if node not in writer.new]
     for region, members in [(None, rest)] if depth is None else regions_of(rest, depth):
@@ -120,7 +121,7 @@ class _Writer:
         if node.op == "call_module":
             made.target = self.names.add(str(node.target), resolve(self.recording.root, str(node.target)))
         if self.device is not None:
-            place = partial(_placed, self.device)
+            place = partial(_placed, self.recording.device, self.device)
             made.args, made.kwargs = map_aggregate(made.args, place), map_aggregate(made.kwargs, place)
         self._is(node, made)
 
@@ -167,11 +168,17 @@ class _Writer:
         """Return the path of a parameter, buffer, flag, constant or module in the module that is made."""
         root = self.recording.root
         if path in self.recording.constants:
-            return self.names.add(path, self.recording.constants[path])
+            return self.names.add(path, self._constant(self.recording.constants[path]))
         if isinstance(resolve(root, path), nn.Module):
             return self.names.add(path, resolve(root, path))
         owner, _, name = path.rpartition(".")
         return f"{self.names.add(owner, resolve(root, owner))}.{name}"
+
+    def _constant(self, value: Any) -> Any:
+        """Return a constant on the device of this graph, if the recording had it on the device of the example."""
+        if self.device is None or not isinstance(value, torch.Tensor) or value.device != self.recording.device:
+            return value
+        return value.to(self.device)
 
     def _switch(self, wanted: tuple[bool, Any, Any]) -> None:
         """Close the open region, and open the region of the next op, if the two differ."""
@@ -217,5 +224,5 @@ def _leave_autocast(entered: list[Any]) -> None:
         context.__exit__(None, None, None)
 
 
-def _placed(device: torch.device, leaf: Any) -> Any:
-    return device if isinstance(leaf, torch.device) else leaf
+def _placed(recorded: torch.device, device: torch.device, leaf: Any) -> Any:
+    return device if isinstance(leaf, torch.device) and leaf == recorded else leaf

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 
+from pipepart.devices import usable_autocast
 from pipepart.recording.model_state.state import tensor_names
 from pipepart.recording.recorded_run.contexts import set_switches, switches
 from pipepart.recording.recorded_run.intrinsics import set_attribute
@@ -56,7 +57,8 @@ class RecordedGraph(fx.GraphModule):
         with ExitStack() as stack:  # an exception inside a region must not leave its grad mode or autocast behind
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
             stack.callback(set_switches, switches())
-            stack.callback(torch.set_autocast_enabled, "cpu", torch.is_autocast_enabled("cpu"))
+            for kind in usable_autocast():
+                stack.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
             return self.forward(*args)
 
     def recompile(self) -> Any:

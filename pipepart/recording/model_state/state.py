@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from pipepart.devices import kept_draws
+from pipepart.devices import computes_on_host, kept_draws
 from pipepart.errors import CaptureError
 from pipepart.recording.model_state.places import CONTAINERS, is_plain_value, refill, same_items
 from pipepart.recording.model_state.reachable import OWN_NAMES
@@ -28,6 +29,7 @@ from pipepart.recording.model_state.reachable import OWN_NAMES
 __all__ = [
     "Names",
     "Snapshot",
+    "device_of",
     "is_abstract",
     "names_of",
     "no_collection",
@@ -35,6 +37,7 @@ __all__ = [
     "preserved",
     "refuse_wrapped",
     "stand_ins",
+    "stays_on_host",
     "tensor_names",
 ]
 
@@ -236,7 +239,8 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
                 if buffer.is_meta:
                     continue
                 if buffer.shape == value.shape:
-                    buffer.copy_(value)
+                    if not isinstance(buffer, FakeTensor):  # those have no values
+                        buffer.copy_(value)
                 else:  # a table that was made longer in place
                     buffer.data = value
         for parameter, grad in grads:
@@ -258,27 +262,44 @@ def _same_draws() -> Iterator[None]:
 # ---------------------------------------------------------------- models without memory
 
 
-def is_abstract(root: nn.Module) -> bool:
-    """Return whether a module has parameters or buffers on the meta device, which have no memory."""
+def is_abstract(root: nn.Module, target: torch.device | None = None) -> bool:
+    """Return whether a module cannot be run on `target` (default: where it is): parts of it have no memory, or not there."""
+    if target is not None and stays_on_host(root, target):
+        return True
     return any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()])
 
 
+def stays_on_host(root: nn.Module, target: torch.device) -> bool:
+    """Return whether the example is on an accelerator and all parameters are on the host, since they do not fit there."""
+    if computes_on_host(target):
+        return False
+    homes = {parameter.device.type for parameter in root.parameters()}
+    return homes == {"cpu"}
+
+
+def device_of(leaves: Iterable[Any]) -> torch.device:
+    """Return the device of an example: that of its first tensor, or the CPU if no tensor has memory."""
+    found = (leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
+    return next(found, torch.device("cpu"))
+
+
 @contextmanager
-def stand_ins(root: nn.Module) -> Iterator[Any]:
+def stand_ins(root: nn.Module, target: torch.device) -> Iterator[Any]:
     """Replace all parameters, buffers and tensor attributes by fake tensors (shape and dtype, no memory).
 
-    Yields the fake mode. The fake tensors are on the CPU whatever the device of the originals, so that results of the
-    model fit the example batch. Inside the context, names refer to the fake tensors.
+    Yields the fake mode. Parameters and buffers are on `target`, the device of the example, as they will be when the model
+    runs: so `x.device` and autocast are recorded as they are there. Other tensors stay on their device, as in
+    `Module.to`. Inside the context, names refer to the fake tensors.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Any] = {}
+    moves = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
 
     def fake(tensor: torch.Tensor) -> Any:
         if id(tensor) not in fakes:
+            device = target if tensor.is_meta or id(tensor) in moves else tensor.device
             with mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 if isinstance(tensor, nn.Parameter):
                     made = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 fakes[id(tensor)] = made

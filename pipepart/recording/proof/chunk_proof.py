@@ -44,7 +44,7 @@ def prove_chunks(
     `chunk_of` is the chunk of each op, and forward runs inside `context` (a precision). Without `backward`, and for steps
     of an evaluation, only outputs and buffers are compared. Models on the meta device are not run.
     """
-    if len(chunks) < 2 or state.is_abstract(recording.root):
+    if len(chunks) < 2 or state.is_abstract(recording.root, recording.device):
         return
     backward = backward and recording.step in (None, "training_step")
     example = _Example(recording, leaves, context, backward)

@@ -1,0 +1,1 @@
+"""Which posts of the executor end under the rules of NCCL."""
