@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from cli_programs import PATIENCE, end, gone, start
+from cli_programs import PATIENCE, end, gone, path_with, start
+from support.standin import built_library, unavailable
 
 from pipepart import load_cluster
 from pipepart.cli.config import compose_config
@@ -101,6 +103,45 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert gone(process.pid)
+
+
+_ON_STANDIN = """
+import sys
+from pathlib import Path
+from pipepart.cli.selftest import selftest_run, transparency
+selftest_run.DTYPES = ("int16", "bool", "float32")
+selftest_run.cases_of = lambda size, quick: [transparency.Case("tied weights", 1, 2, "zb_v")]
+sys.exit(selftest_run.selftest(quick=True, output=Path("out"), timeout=200.0, libraries=["standin_on"]))
+"""
+"""A program: a self-test with fewer dtypes and one case, since other tests run pipelines on the stand-in."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_accelerator_passes(tmp_path: Path) -> None:
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    built_library()
+    (tmp_path / "standin_on.py").write_text("from support.standin import enable\nenable()\n")
+    places = os.pathsep.join([path_with(tmp_path), str(Path(__file__).parents[1])])
+    ran = subprocess.run(
+        [sys.executable, "-c", _ON_STANDIN],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": places, "STANDIN_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[0] == "pipepart selftest  2 standin device(s), quick"
+    for transport in ("shared memory", "group, host memory", "group, device memory"):
+        assert sum(line.startswith("ok ") and f"{transport}, int16 " in line for line in lines) == 1
+    assert "0 failed, 0 skipped" in ran.stdout
+    data = json.loads((tmp_path / "out" / "selftest.json").read_text())
+    assert data["backend"] == "standin_ccl" and data["devices"][1]["device"] == "standin:1"
+    assert load_cluster(tmp_path / "out" / "cluster" / "measured.yaml").devices[0].name == "stand_in"
 
 
 # ---- planted failures
