@@ -189,13 +189,17 @@ def limit_threads(processes_here: int) -> None:
 def move_module(module: nn.Module, device: torch.device) -> None:
     """Move a module to `device`. Its parameters stay the same objects, so that ties and optimizers hold.
 
-    For some types of devices torch makes new parameters, one for each use of a tied one.
+    For some types of devices torch makes new parameters, one for each use of a tied one. Tensors on the meta device stay there:
+    they have no values yet.
     """
     switch = torch.__future__
     before = switch.get_swap_module_params_on_conversion()
     switch.set_swap_module_params_on_conversion(before or not _same_kind(torch.device("cpu"), device))
     try:
-        module.to(device)
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        else:
+            module.to(device)
     finally:
         switch.set_swap_module_params_on_conversion(before)
 

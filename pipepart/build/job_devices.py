@@ -16,7 +16,7 @@ from torch import nn
 from pipepart.build.job import Job
 from pipepart.build.links import OwnLinks, joined_links, measure_links
 from pipepart.cost.device_memory import Room, room_of, whole_fits
-from pipepart.devices import computes_on_host
+from pipepart.devices import computes_on_host, move_module
 from pipepart.planning.layout import BETWEEN_GPUS, BY_PROCESSOR, GROUP_LINK, LOCAL_LINK, Handling, MeasuredLinks
 from pipepart.runtime import Groups, Mesh
 from pipepart.runtime.meeting import gather_objects
@@ -87,4 +87,4 @@ def place_model(root: nn.Module, device: torch.device, groups: Groups | None) ->
 
 def place_part(root: nn.Module, device: torch.device) -> None:
     """Move the tensors of a model that have values. Those on the meta device, and of other stages, stay as they are."""
-    root._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    move_module(root, device)

@@ -14,8 +14,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
 
+from pipepart.devices import move_module
 from pipepart.errors import PipelineError
-from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.metrics import ConnectedMetrics
 from pipepart.lightning.optimizers import states_to_host
 from pipepart.lightning.ranks import Ranks
@@ -39,10 +39,7 @@ class _InParts:
 
 def move_to_device(module: nn.Module, device: torch.device) -> None:
     """Move a module. Tensors on the meta device stay there until they are filled; `Module.to` would raise for them."""
-    if not empty_names(module):
-        module.to(device)
-        return
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    move_module(module, device)
     _update_properties(module, device=device)
 
 
