@@ -173,6 +173,8 @@ def selftest(
     size = _size(devices, kind, quick)
     try:
         (output / "logs").mkdir(parents=True, exist_ok=True)
+        for old in (output / "logs").glob("ranks-*.txt"):
+            old.unlink()
     except OSError as error:
         raise ConfigError(f"--output {shown(output)}: {error.strerror}. Give a folder that can be written.") from error
     with tempfile.TemporaryDirectory(prefix="pipepart-selftest-") as cache:
