@@ -23,7 +23,7 @@ CLUSTER = "measured"
 _HEAD = """\
 # Measured by `pipepart selftest`. The link is the median of all pairs of devices:
 {pairs}
-# Use it with: pipepart plan --config-dir FOLDER cluster={name}   (FOLDER: the output folder of the self-test)
+# Plan for it with: pipepart plan cluster=FILE   (FILE: this file)
 """
 
 
@@ -56,7 +56,7 @@ def write_cluster(path: Path, data: Mapping[str, Any], pairs: Mapping[str, Mappi
     lines = [f"#   {name}: {pair['bandwidth']:.3g} B/s, {pair['latency']:.3g} s" for name, pair in pairs.items()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = _HEAD.format(pairs="\n".join(lines), name=CLUSTER) + yaml.safe_dump(dict(data), sort_keys=False)
+        text = _HEAD.format(pairs="\n".join(lines)) + yaml.safe_dump(dict(data), sort_keys=False)
         write_whole(path, text)
     except OSError as error:
         raise ConfigError(f"the cluster file cannot be written: {error.strerror}. Give another --output.") from error

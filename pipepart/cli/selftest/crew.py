@@ -111,16 +111,15 @@ class Place:
         key = name, device.type
         if key not in self._transports:
             groups = self.host_groups if device == self.host else self.device_groups
-            self._transports[key] = choose_transport(name, groups, device, self.settings.timeout)
+            made = choose_transport(name, groups, device, self.settings.timeout)
+            made.open([(a, b) for a in range(self.size) for b in range(self.size) if a != b])
+            self._transports[key] = made
         return self._transports[key]
 
     @property
     def pipeline_options(self) -> dict[str, Any]:
         """The options of a `Pipeline` on the device of this rank."""
-        from pipepart.devices import accelerator
-
-        usual = self.device.type == (accelerator() or "cpu")
-        return {"timeout": self.settings.timeout, **({} if usual else {"device": self.device.type})}
+        return {"timeout": self.settings.timeout, "device": self.device.type}
 
     def meet(self) -> None:
         """Wait for all ranks, in host memory."""

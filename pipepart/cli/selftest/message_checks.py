@@ -55,24 +55,24 @@ def check_messages(place: Place, title: str, dtype_name: str) -> Verdict:
         transport = place.transport(transport_name, device)
     except ConfigError as error:
         return skipped(str(error).split(";")[0].split(". ")[0])
-    others = [rank for rank in range(place.size) if rank != place.rank]
-    started = []  # everybody sends to everybody before anybody receives
-    for other in others:
-        for _, value in _values(place.rank, other, dtype, device):
-            started.append((transport.send(value, other), value))
     wrong = []
-    for other in others:
-        expected = list(_values(other, place.rank, dtype, device))
-        buffers = [torch.empty(value.shape, dtype=dtype, device=device) for _, value in expected]
-        for pending in [transport.recv(buffer, other) for buffer in buffers]:
+    # One pair after the other, in the same order on all ranks: this ends on devices with one hardware queue, too.
+    for source, target in [(a, b) for a in range(place.size) for b in range(place.size) if a != b]:
+        if place.rank not in (source, target):
+            continue
+        values = list(_values(source, target, dtype, device))
+        if place.rank == source:
+            for pending in [transport.send(value, target) for _, value in values]:
+                pending.wait()
+            synchronize(device)
+            continue
+        buffers = [torch.empty_like(value) for _, value in values]
+        for pending in [transport.recv(buffer, source) for buffer in buffers]:
             pending.wait()
         synchronize(device)
-        for (form, value), buffer in zip(expected, buffers):
+        for (form, value), buffer in zip(values, buffers):
             if not torch.equal(_bytes(value), _bytes(buffer)):
-                wrong.append(f"{form} from rank {other}")
-    for pending, _ in started:
-        pending.wait()
-    synchronize(device)
+                wrong.append(f"{form} from rank {source}")
     place.meet()
     if wrong:
         return failed(f"{len(wrong)} tensor(s) of {dtype_name} arrived with other bytes: {', '.join(wrong[:5])}")

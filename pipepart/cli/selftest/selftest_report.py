@@ -27,6 +27,7 @@ _SETTINGS = re.compile(r"(?:NCCL|TORCH_NCCL|GLOO|CUDA|HIP|OMP|MKL|ONEDNN)_\w+")
 """Environment variables that change how jobs run."""
 _PLAIN = re.compile(r"[\w,=:^+-]{1,40}")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\[[0-9a-fA-F:]{3,}\]")
+_WIDEST = 400  # characters of a text in the terminal
 _LONGEST = 4000  # characters of a text in the file
 
 
@@ -55,7 +56,7 @@ class Report:
         # The cause is the last line of a traceback, and the first one of any other text.
         lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
         shown = lines[0] if "Traceback" not in text else f"{lines[0]} ... {lines[-1]}"
-        print(f"{sign}  {check.subject:<12}  {check.name:<38}  {shown}", flush=True)
+        print(f"{sign}  {check.subject:<12}  {check.name:<38}  {shown[:_WIDEST]}", flush=True)
 
     def count(self, state: str) -> int:
         """Return the number of checks with this state."""

@@ -173,6 +173,8 @@ def selftest(
     size = _size(devices, kind, quick)
     try:
         (output / "logs").mkdir(parents=True, exist_ok=True)
+        for old in (output / "logs").glob("ranks-*.txt"):
+            old.unlink()
     except OSError as error:
         raise ConfigError(f"--output {shown(output)}: {error.strerror}. Give a folder that can be written.") from error
     with tempfile.TemporaryDirectory(prefix="pipepart-selftest-") as cache:
@@ -188,16 +190,16 @@ def selftest(
                 session.crews.close()
     seconds = time.monotonic() - begun
     print(f"\n{session.report.summary()}\n{seconds:.0f} s in all")
-    file = output / "selftest.json"
+    results = output / "selftest.json"
     more = {"device_type": kind, "ranks": size, "quick": quick, "timeout": timeout, "seconds": round(seconds, 1)}
     try:
-        session.report.write(file, {**more, "backend": device_backend(torch.device(kind)), **session.figures})
+        session.report.write(results, {**more, "backend": device_backend(torch.device(kind)), **session.figures})
     except OSError as error:
         raise ConfigError(f"--output {shown(output)}: {error.strerror}. Give a folder that can be written.") from error
     if "cluster" in session.figures:
-        use = f"pipepart plan --config-dir {shown(output)} cluster={CLUSTER}"
-        print(f"{bold('cluster')}  {shown(session.cluster_file)} (plan for this machine: {use})")
-    print(f"{bold('report')}   {shown(file)} (attach it to a report of a problem)")
+        file = shown(session.cluster_file)
+        print(f"{bold('cluster')}  {file} (plan for this machine with: pipepart plan cluster={file})")
+    print(f"{bold('report')}   {shown(results)} (attach it to a report of a problem)")
     return 1 if session.report.count(FAIL) else 0
 
 
