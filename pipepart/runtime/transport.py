@@ -108,6 +108,7 @@ class DeviceTransport:
         """`control`: the transport in host memory, for channels that are found to be needed after set-up."""
         self._groups, self.control = groups, control
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._opened: set[tuple[int, int]] = set()
         self._sealed = False
 
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -117,7 +118,8 @@ class DeviceTransport:
         stages without a channel go through host memory, which is slow.
         """
         groups = self._groups
-        for source, target in sorted(set(pairs) - set(self._channels)) if not self._sealed else ():
+        for source, target in sorted(set(pairs) - self._opened) if not self._sealed else ():
+            self._opened.add((source, target))
             ranks = [
                 sorted((groups.mesh.rank(replica, source), groups.mesh.rank(replica, target)))
                 for replica in range(groups.mesh.replicas)
