@@ -48,7 +48,8 @@ def _leave(stop: threading.Event, store: dist.Store, key: str) -> None:
     """End the watcher, and tell the others that this rank leaves without a failure."""
     stop.set()
     with suppress(Exception):
-        store.set(key, "")
+        if dist.is_initialized():  # else the store is gone, and its file may be: a call would wait for it
+            store.set(key, "")
 
 
 def _process(groups: Groups, rank: int) -> str:
