@@ -8,8 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from support.lightning_modules import Module, loader
+from support.models import build
 from support.ranks import run_standin
 from support.reference import assert_close
 
@@ -98,7 +100,6 @@ class Single(Module):
         super().__init__("gpt")
         self.float()
         self.fused = fused
-        self.dtypes: set[torch.dtype] = set()
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, fused=self.fused)
@@ -110,16 +111,15 @@ def _plugin(precision: str) -> MixedPrecision:
     return MixedPrecision(precision, "standin", scaler)
 
 
-def _mixed(precision: str, fused: bool, clip: float | None, folder: str) -> tuple[dict[str, torch.Tensor], float, int]:
+def _mixed(precision: str, fused: bool, clip: float | None, replicas: int) -> tuple[dict[str, torch.Tensor], float]:
     module, plugin = Single(fused), _plugin(precision)
-    trainer = _trainer(2, plugins=[plugin], gradient_clip_val=clip, max_steps=12)
+    trainer = _trainer(2, replicas, plugins=[plugin], gradient_clip_val=clip, max_steps=12)
     trainer.fit(module, loader("gpt", 96, 8))
     scale = plugin.scaler.get_scale() if plugin.scaler is not None else 1.0
-    skipped = sum(float(s["step"]) for s in trainer.optimizers[0].state_dict()["state"].values() if "step" in s)
-    return {key: value.clone() for key, value in module.state_dict().items()}, scale, int(skipped)
+    return {key: value.clone() for key, value in module.state_dict().items()}, scale
 
 
-def _mixed_reference(precision: str, fused: bool, clip: float | None) -> tuple[dict[str, torch.Tensor], float, int]:
+def _mixed_reference(precision: str, fused: bool, clip: float | None) -> tuple[dict[str, torch.Tensor], float]:
     """The same in one process on one device of the stand-in, with the same micro-batches, by the way of torch."""
     device = torch.device("standin", 0)
     module, plugin = Single(fused).to(device), _plugin(precision)
@@ -138,20 +138,69 @@ def _mixed_reference(precision: str, fused: bool, clip: float | None) -> tuple[d
             torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
         scaler.step(optimizer)
         scaler.update()
-    return {key: value.cpu() for key, value in module.state_dict().items()}, scaler.get_scale(), 0
+    return {key: value.cpu() for key, value in module.state_dict().items()}, scaler.get_scale()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("precision", "fused", "clip"),
-    [("bf16-mixed", False, None), ("16-mixed", False, None), ("16-mixed", False, 0.1), ("16-mixed", True, None)],
+    ("precision", "fused", "clip", "replicas"),
+    [
+        ("bf16-mixed", False, None, 1),
+        ("16-mixed", False, None, 1),
+        ("16-mixed", False, 0.1, 1),
+        ("16-mixed", True, None, 1),
+        ("16-mixed", True, None, 2),
+    ],
 )
-def test_mixed_precision(precision: str, fused: bool, clip: float | None, tmp_path: Path) -> None:
-    """All stages skip the same steps: those in which the gradient of any stage overflows."""
-    answers = run_standin(_mixed, precision, fused, clip, str(tmp_path), ranks=2, timeout=25)
-    ((expected, scale, _),) = run_standin(_mixed_reference, precision, fused, clip)
-    for state, own_scale, _ in answers:
+def test_mixed_precision(precision: str, fused: bool, clip: float | None, replicas: int) -> None:
+    """All ranks skip the same steps: those in which the gradient of any stage overflows."""
+    answers = run_standin(_mixed, precision, fused, clip, replicas, ranks=2 * replicas)
+    ((expected, scale),) = run_standin(_mixed_reference, precision, fused, clip)
+    for state, own_scale in answers:
         assert own_scale == scale
         for key, value in expected.items():
             assert_close(key, state[key].double(), value.double(), relative=0.05)
     assert precision == "bf16-mixed" or scale < 2.0**40
+
+
+class Built(Module):
+    """Built on the meta device: no rank ever holds the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__("gpt")
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = build("gpt")
+
+
+def _checkpointed(stages: int, resume: str | None, steps: int, folder: str, meta: bool) -> dict[str, torch.Tensor]:
+    """Train from a checkpoint up to `steps`, save, and return the saved weights."""
+    module = Built() if meta else Module("gpt", seed=3)
+    saving = ModelCheckpoint(folder, filename=f"{stages}-{{step}}", every_n_train_steps=steps)
+    trainer = _trainer(stages, max_steps=steps, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit(module, loader("gpt", 16, 8), ckpt_path=resume)  # a checkpoint is at the end of an epoch
+    states = [state for state in trainer.optimizers[0].state.values() if "exp_avg" in state]
+    assert all(state["exp_avg"].device.type in ("cpu", "meta", "standin") for state in states)
+    saved = torch.load(f"{folder}/{stages}-step={steps}.ckpt", weights_only=True)
+    leaves = [value for state in saved["optimizer_states"][0]["state"].values() for value in state.values()]
+    assert all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return saved["state_dict"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meta", [False, True], ids=["plain", "meta-built"])
+def test_a_checkpoint_resumes_at_another_shape(tmp_path: Path, meta: bool) -> None:
+    run_standin(_checkpointed, 2, None, 2, str(tmp_path), False, ranks=2)
+    resumed = run_standin(_checkpointed, 3, str(tmp_path / "2-step=2.ckpt"), 4, str(tmp_path), meta, ranks=3)[0]
+    module = Module("gpt", seed=3)
+    (optimizer,), (scheduler,) = _optimizers(module)
+    for x, y in [*loader("gpt", 16, 8)] * 2:
+        optimizer.zero_grad()
+        module.model(x, y).backward()
+        optimizer.step()
+        scheduler.step()
+    for key, value in module.state_dict().items():
+        assert_close(key, resumed[key], value)
