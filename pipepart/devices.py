@@ -192,16 +192,24 @@ def move_module(module: nn.Module, device: torch.device) -> None:
     For some types of devices torch makes new parameters, one for each use of a tied one. Tensors on the meta device stay there:
     they have no values yet.
     """
-    switch = torch.__future__
-    before = switch.get_swap_module_params_on_conversion()
-    switch.set_swap_module_params_on_conversion(before or not _same_kind(torch.device("cpu"), device))
-    try:
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-        else:
-            module.to(device)
-    finally:
-        switch.set_swap_module_params_on_conversion(before)
+    for parameter in module.parameters():
+        if not parameter.is_meta and parameter.device != device:
+            _move_parameter(parameter, device)
+    # Modules may move more than their parameters and buffers: states of metrics, weights of recurrent layers in one piece.
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        module.to(device)
+
+
+def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    values = parameter.detach().to(device)
+    if _same_kind(parameter.device, device):
+        parameter.data = values
+    else:
+        torch._C._swap_tensor_impl(parameter, nn.Parameter(values, parameter.requires_grad))  # type: ignore[attr-defined]
+    parameter.grad = None if gradient is None else gradient.to(device)
 
 
 @cache

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.build import Example, Job, Recorded, Step, add_step, build
 from pipepart.build.batch_verdict import SamplesMeet
+from pipepart.build.job_devices import place_model, place_part
 from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
 from pipepart.build.verification import verification
-from pipepart.devices import limit_threads, move_module, to_device
+from pipepart.devices import limit_threads, to_device
 from pipepart.errors import PlanError
 from pipepart.options import Options
 from pipepart.planning import Plan
@@ -114,7 +115,7 @@ class Pipeline:
     ) -> str:
         """Record on the first micro-batch, agree on a plan and keep the stage of this rank; return the text on samples."""
         root = _root_of(self._target)
-        move_module(root, self._device)
+        whole = place_model(root, self._device, groups)
         self._batch = trees.moved((args, kwargs), self._device)
         self._job = Job(root, options, mesh, groups, self._device, call=True)
         training: list[Recording] = []
@@ -132,6 +133,8 @@ class Pipeline:
             self._batch,
             [Step("evaluate", evaluation, trains=False, mode=root.eval)],
         )
+        if not whole:  # too large for one device: this rank moves its part
+            place_part(root, self._device)
         self._runtime, self._example = built.runtime, built.example
         if built.reference is not None:
             loss, values = training[0].loss_index or 0, range(len(built.reference.whole))

@@ -216,3 +216,46 @@ def _too_many() -> str:
 def test_more_processes_than_devices() -> None:
     (found,) = run_standin(_too_many)
     assert "needs standin:99, but the host has 4 device(s) of this type" in found
+
+
+class Wide(torch.nn.Module):
+    """Eight layers of half a megabyte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def _larger_than_a_device() -> tuple[int, bool]:
+    """Train a model of 4.2 MB, 8.4 MB with its gradients, with the states of an optimizer 16.8 MB, on two devices of 10 MB."""
+    from support import standin
+
+    from pipepart import Pipeline
+
+    torch.manual_seed(0)
+    model, plain = Wide().double(), Wide().double()
+    plain.load_state_dict(model.state_dict())
+    batch = torch.randn(8, 256, dtype=torch.float64)
+    standin.set_memory(10_000_000)
+    pipe = Pipeline(model, (batch,), stages=2, microbatches=4, schedule="1f1b", timeout=60)
+    loss = pipe.step(batch)
+    expected = plain(batch)
+    expected.backward()
+    assert_close("loss", loss.cpu(), expected.detach())
+    gradients = dict(plain.named_parameters())
+    own = dict(pipe.named_parameters())
+    for key, parameter in own.items():
+        assert_close(key, parameter.grad.cpu(), gradients[key].grad)
+    return len(own), all(parameter.device.type == "standin" for parameter in own.values())
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_on_one_device() -> None:
+    answers = run_standin(_larger_than_a_device, ranks=2)
+    assert sum(count for count, _ in answers) == 16
+    assert all(there for _, there in answers)
