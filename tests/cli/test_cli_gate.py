@@ -135,6 +135,7 @@ def test_commands_of_a_queue_are_for_the_command_line() -> None:
         check_hydra_section(own, own, {"partition": "gpu\ntouch code"})
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_file_runs_and_hides_secrets(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     ran = []
 

@@ -354,6 +354,7 @@ def test_where_memory_ends_costs_are_computed_and_not_kept(tmp_path: Path, monke
     assert not list(tmp_path.glob("profiles/*"))
 
 
+@pytest.mark.slow
 def test_no_kernel_is_asked_for_a_half_that_crashes() -> None:
     """GroupNorm with channels-last strides ends the process when it is asked for gradients of weights alone."""
     done = subprocess.run([sys.executable, "-c", CHANNELS_LAST], capture_output=True, text=True, timeout=120)

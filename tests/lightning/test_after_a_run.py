@@ -132,6 +132,7 @@ def _same(got: Any, wanted: Any, where: str) -> None:
         assert torch.allclose(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-8, atol=1e-10), where
 
 
+@pytest.mark.slow
 def test_the_module_is_that_of_one_device_after_each_run(tmp_path: Path) -> None:
     """Parameters, running statistics, buffers and metrics, on every rank, and every later run goes on from there."""
     answers, expected = run_ranks(2, _runs, True, 2, str(tmp_path)), _runs(False, 1, str(tmp_path))

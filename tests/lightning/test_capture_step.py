@@ -337,6 +337,7 @@ print(recording.step, [spec.name for spec in recording.inputs], [extra.name for 
 """
 
 
+@pytest.mark.slow
 def test_a_step_of_the_other_namespace_is_captured_as_a_step():
     """`pytorch_lightning` is a package of its own: nothing has imported the strategy when its step is captured."""
     pytest.importorskip("pytorch_lightning")

@@ -48,6 +48,7 @@ def _slow(folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_write_that_takes_longer_than_a_step_may(tmp_path: Path) -> None:
     first, second = run_ranks(2, _slow, str(tmp_path), timeout=60)
     assert first == ["written", "written", "disk is full"]

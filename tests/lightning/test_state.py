@@ -100,6 +100,7 @@ def _resumed(pipeline: bool, devices: int, folder: str) -> dict[str, Any]:
     return {"losses": losses}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_state(tmp_path) -> None:
     expected = _resumed(False, 1, str(tmp_path))
     for answer in run_ranks(2, _resumed, True, 2, str(tmp_path)):

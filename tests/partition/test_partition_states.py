@@ -71,6 +71,7 @@ def agrees_with_definition(problem: Problem, costs: UnitCosts, states: States, s
 
 @SETTINGS
 @given(seed=st.integers(0, 10**6), ops=st.integers(12, 80))
+@pytest.mark.slow
 def test_linear_states_follow_the_definition(seed: int, ops: int) -> None:
     problem = braid(seed, ops)
     costs = whole(problem, 3)

@@ -106,6 +106,7 @@ def test_memory_makes_stages() -> None:
     assert all(memory.total <= parameters * 4 / 2.5 for memory in found.memory)
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_nowhere() -> None:
     with pytest.raises(PlanError, match=r"does not fit on 4 device\(s\).*use devices="):
         plan(Net(), example(), cluster=cluster(), memory_limit=1e5)

@@ -79,6 +79,7 @@ def test_other_hosts_are_left_to_torch() -> None:
 
 
 @pytest.mark.parametrize("slurm", [False, True])
+@pytest.mark.slow
 def test_a_host_that_does_not_resolve_is_named_at_once(monkeypatch: pytest.MonkeyPatch, slurm: bool) -> None:
     """Torch tries to connect until its timeout."""
     if slurm:

@@ -49,7 +49,7 @@ def _share(name: str) -> Share:
 @pytest.mark.parametrize(
     "name",
     [
-        "einops.mixer",
+        pytest.param("einops.mixer", marks=pytest.mark.slow),
         "transformers.gpt2",
         pytest.param("transformers.llama", marks=pytest.mark.slow),
         pytest.param("timm.convnext", marks=pytest.mark.slow),
