@@ -135,6 +135,7 @@ class Pipeline:
         )
         if not whole:  # too large for one device: this rank moves its part
             place_part(root, self._device)
+            built.runtime.parts.gathers_on_host = True
         self._runtime, self._example = built.runtime, built.example
         if built.reference is not None:
             loss, values = training[0].loss_index or 0, range(len(built.reference.whole))

@@ -69,6 +69,7 @@ class HostValues:
             fill_in(parameter, self._parameters[name])
         self._fill_buffers(runtime.held_buffers)
         runtime.parts.drop_empty_buffers()
+        runtime.parts.gathers_on_host = True
         self._parameters, self._buffers = {}, {}
 
     def put_back(self) -> None:

@@ -390,8 +390,7 @@ class PipelineStrategy(RankCollectives, ParallelStrategy):
 
     def teardown(self) -> None:
         """End a run. The base class would move the module to the CPU, which parameters of other stages do not support."""
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
+        assert self.cluster_environment is not None and self.accelerator is not None
         self._patches.undo()
         if self.lightning_module is not None and self._whole.runtime is not None:
             self._whole.leave(self.lightning_module, self.optimizers, self._recorded.empty and not self._large)

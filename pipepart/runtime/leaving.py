@@ -24,6 +24,7 @@ import torch.distributed as dist
 __all__ = ["leave_after_failure", "release_groups", "released_with"]
 
 _PATIENCE = 10.0  # seconds for threads to become idle
+_AFTER_FAILURE = 2.0  # the same after a failure: the job must end
 _releases: list[weakref.finalize[..., Any]] = []
 _failed: list[bool] = []
 
@@ -59,7 +60,8 @@ def leave_after_failure() -> None:
 def _leave(process: int) -> None:
     if os.getpid() != process:  # a fork has none of the threads
         return
-    if not _failed and not hasattr(sys, "last_value"):  # `last_value`: the process ends by an exception
+    failed = bool(_failed) or hasattr(sys, "last_value")  # `last_value`: the process ends by an exception
+    if not failed:
         while _releases:
             release = _releases.pop()
             found = release.peek()
@@ -70,7 +72,7 @@ def _leave(process: int) -> None:
         with suppress(Exception):
             if dist.is_initialized():
                 release_groups([dist.group.WORLD])
-    _wait_for_threads(_PATIENCE)
+    _wait_for_threads(_AFTER_FAILURE if failed else _PATIENCE)
 
 
 def _forget(owner: Any) -> None:

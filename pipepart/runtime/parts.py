@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from pipepart.devices import move_module
 from pipepart.errors import ForeignTensorError
 from pipepart.recording import Chunk
 from pipepart.runtime.failure import guarded
@@ -90,6 +91,8 @@ class Parts:
         self._held_buffers = frozenset(held_buffers)
         self._stage, self._last = groups.stage if groups is not None else 0, last_stage
         self._locks: list[Any] = []
+        self.gathers_on_host = False
+        """Whether the whole model is held in host memory, since it does not fit on the device."""
         self.reading = False
         self.whole = True
         self._shape = self._identity()
@@ -197,7 +200,7 @@ class Parts:
         if self.whole:
             yield
             return
-        self.make_whole()
+        self.make_whole(torch.device("cpu") if self.gathers_on_host else None)
         if gradients and self._groups is not None:
             with guarded(self._groups):
                 self._gather_gradients(self._groups)
@@ -205,6 +208,8 @@ class Parts:
             yield
         finally:
             self.drop()
+            if self.gathers_on_host:
+                move_module(self.root, self._device)  # the part of this stage
 
     @contextmanager
     def by_shapes(self) -> Iterator[None]:

@@ -50,7 +50,13 @@ def start(words: list[str], folder: Path, **environment: str) -> subprocess.Pope
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=_hear_interrupts,
     )
+
+
+def _hear_interrupts() -> None:
+    """A program in the background of a script inherits that it ignores Ctrl-C; these are as in a terminal."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process: subprocess.Popen[str]) -> str:

@@ -27,12 +27,12 @@ SCRIPT = """
         def on_train_batch_start(self, batch, batch_idx):
             if batch_idx == 1 and self.trainer.global_rank == 0:
                 (folder / "trains").touch()
-                until = time.monotonic() + 300
+                until = time.monotonic() + 600
                 while not (folder / "go on").exists() and time.monotonic() < until:
                     time.sleep(0.05)
 
     if __name__ == "__main__":
-        trainer = L.Trainer(strategy=PipelineStrategy(stages=2, microbatches=2, timeout=300), devices=2, accelerator="cpu",
+        trainer = L.Trainer(strategy=PipelineStrategy(stages=2, microbatches=2, timeout=600), devices=2, accelerator="cpu",
             max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
         trainer.fit(Waiting("mlp"), loader("mlp", 64, 4))
         print("TRAINED", trainer.global_step)
@@ -55,19 +55,20 @@ def _start(folder: Path, port: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_both_jobs_train(tmp_path: Path) -> None:
     port = free_port()
     first = _start(tmp_path / "first", port)
     second = None
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 360
         while not (tmp_path / "first" / "trains").exists():
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         second = _start(tmp_path / "second", port)
         (tmp_path / "second" / "go on").touch()
         for job in (second, first):
-            said, _ = job.communicate(timeout=180)
+            said, _ = job.communicate(timeout=360)
             assert job.returncode == 0, said
             assert said.count("TRAINED") == 2, said  # lines of two processes may run into each other
             (tmp_path / "first" / "go on").touch()

@@ -150,8 +150,11 @@ def test_a_stage_with_nothing_to_clip() -> None:
     assert first == last > 0
 
 
-def _by_dtype() -> list[str]:
-    """Send a tensor of each dtype both ways; the device's backend refuses int16, and knows no bool."""
+def _by_dtype(late: bool) -> list[str]:
+    """Send a tensor of each dtype both ways; the device's backend refuses int16, and knows no bool.
+
+    With `late`, the channels are needed only after set-up, and messages go through host memory.
+    """
     from datetime import timedelta
 
     from pipepart.runtime.mesh import Groups, Mesh
@@ -161,6 +164,8 @@ def _by_dtype() -> list[str]:
     device = torch.device("standin", rank)
     groups = Groups.create(Mesh(1, 2), timedelta(seconds=60), device)
     transport = choose_transport("auto", groups, device, 60.0)
+    if late:
+        transport.seal()
     transport.open([(0, 1), (1, 0)])
     dtypes = [
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -188,8 +193,9 @@ def _plain(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_every_dtype_crosses() -> None:
-    run_standin(_by_dtype, ranks=2)
+@pytest.mark.parametrize("late", [False, True])
+def test_every_dtype_crosses(late: bool) -> None:
+    run_standin(_by_dtype, late, ranks=2)
 
 
 def _in_a_bound_group() -> float:
@@ -200,6 +206,32 @@ def _in_a_bound_group() -> float:
 def test_a_default_group_that_is_bound_to_a_device() -> None:
     """With `device_id` all transfers of a group share one communicator and one order; ours are independent of it."""
     run_standin(_in_a_bound_group, ranks=2, eager=True)
+
+
+def _mesh_and_groups() -> tuple[str, int, int]:
+    """The type of the device mesh, and the number of process groups that a pipeline leaves behind."""
+    import gc
+
+    from torch.distributed.distributed_c10d import _world
+
+    from pipepart import Pipeline
+
+    before = len(_world.pg_map)
+    model = build("mlp")
+    pipe = Pipeline(model, model.batch(4), stages=2, microbatches=2, schedule="1f1b", timeout=60)
+    pipe.step(*model.batch(4))
+    kind, during = pipe.device_mesh.device_type, len(_world.pg_map)
+    del pipe, model
+    gc.collect()
+    assert during > before
+    return kind, before, len(_world.pg_map)
+
+
+@pytest.mark.slow
+def test_the_mesh_names_the_device_and_groups_are_released() -> None:
+    for kind, before, after in run_standin(_mesh_and_groups, ranks=2):
+        assert kind == "standin"
+        assert after == before
 
 
 def _too_many() -> str:
@@ -251,6 +283,14 @@ def _larger_than_a_device() -> tuple[int, bool]:
     own = dict(pipe.named_parameters())
     for key, parameter in own.items():
         assert_close(key, parameter.grad.cpu(), gradients[key].grad)
+    with pipe.whole_parameters(gradients=True):  # in host memory: no device could hold them
+        for key, parameter in pipe.module.named_parameters():
+            assert parameter.device.type == "cpu"
+            assert torch.equal(parameter, gradients[key])
+            assert_close(key, parameter.grad, gradients[key].grad)
+    with torch.no_grad():
+        assert_close("evaluation", pipe.evaluate(batch).cpu(), plain(batch))
+    own = dict(pipe.named_parameters())
     return len(own), all(parameter.device.type == "standin" for parameter in own.values())
 
 
