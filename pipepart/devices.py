@@ -376,7 +376,8 @@ class Stopwatch:
         """Return the time at which the device reached `mark`, on the clock of `time.perf_counter`."""
         if self._origin is None:
             return float(mark)
-        mark.synchronize()
+        if not mark.query():
+            mark.synchronize()
         return float(self._began + self._origin.elapsed_time(mark) / 1000)
 
     def between(self, start: Any, end: Any) -> float:

@@ -66,6 +66,8 @@ class Trace:
     def events(self, offset: float = 0.0) -> list[Event]:
         """Return the events on the clock of this process, shifted by `offset` seconds."""
         seconds = self._watch.seconds
+        for _, _, last in self._marks[-1:]:
+            seconds(last)  # the host waits once, for the last mark
         return [Event(self._stage, action, seconds(a) + offset, seconds(b) + offset) for action, a, b in self._marks]
 
 
