@@ -117,6 +117,10 @@ class Program:
                 watching,
             )
         )
+        # The host waits once per step for a device. A stage that is first and last waits for the numbers of the batch already,
+        # so it does not read the loss: scalars go from device to device.
+        both = self._first == self._last and transport is not None and not computes_on_host(inputs.device)
+        self._scalars_by_device = both and self.weighed.numbers.reads_batch
         self._statistics = BatchStatistics(list(own.values())) if inputs.options.batch_norm == "batch" else None
         self._forms: dict[Any, int] = {}
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -240,8 +244,10 @@ class Program:
         if self._groups is None or self._control is None:
             assert merged is not None
             return merged
-        described = _described(merged) if merged is not None else None
+        described = _described(merged, self._scalars_by_device) if merged is not None else None
         described = share(described, self._groups, self._control, self._last)
+        if self._scalars_by_device:
+            self._spread_scalars(described, merged)
         if merged is not None and not everywhere:
             return merged
         outputs: list[Any] = []
@@ -251,10 +257,10 @@ class Program:
                 outputs.append(own)
             elif kind == "plain":
                 outputs.append(content[0])
-            elif kind == "scalar":  # the description contains its value
-                outputs.append(
-                    torch.full((), content[0], dtype=content[1], device=self._device)
-                )  # no copy from the host
+            elif (
+                kind == "scalar"
+            ):  # the description contains its value; it is not copied from the host, which would wait
+                outputs.append(torch.full((), content[0], dtype=content[1], device=self._device))
             elif everywhere:
                 buffer = (
                     torch.empty(content[0], dtype=content[1], device=self._device) if own is None else own.contiguous()
@@ -265,15 +271,33 @@ class Program:
                 outputs.append(None)
         return outputs
 
+    def _spread_scalars(self, described: list[tuple[Any, ...]], merged: list[Any] | None) -> None:
+        """Send scalars from device to device in one message, and put them into the descriptions."""
+        assert self._groups is not None
+        found = [(index, content[1]) for index, (kind, *content) in enumerate(described) if kind == "scalar"]
+        if not found:
+            return
+        sizes = [dtype.itemsize for _, dtype in found]
+        if merged is None:
+            packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        else:
+            packed = torch.cat([merged[i].to(self._device).reshape(1).view(torch.uint8) for i, _ in found])
+        broadcast(packed, self._groups.rank_of_stage(self._last), self._groups.pipeline)
+        for (index, dtype), part in zip(found, packed.split(sizes)):
+            described[index] = ("plain", part.clone().view(dtype).reshape(()))
+
 
 class _Separate(list):
     """The values of one output for each micro-batch. They stay on the last stage."""
 
 
-def _described(values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return the descriptions of outputs for other stages: the value if it is small, the form if it is a tensor."""
+def _described(values: Sequence[Any], unread: bool) -> list[tuple[Any, ...]]:
+    """Return the descriptions of outputs for other stages: the value if it is small, the form if it is a tensor.
+
+    With `unread`, scalars have no value in their description.
+    """
     tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dim() == 0]
-    scalars = iter(read_together(tensors))
+    scalars = iter([None] * len(tensors) if unread else read_together(tensors))
     found: list[tuple[Any, ...]] = []
     for value in values:
         if isinstance(value, _Separate):

@@ -140,6 +140,11 @@ class Numbers:
         self.buffers = used_tensors(recording, [*ops, *later])
         """The names of the buffers that are read."""
 
+    @property
+    def reads_batch(self) -> bool:
+        """Whether values of the batch are read by the host."""
+        return bool(self._parts or self.checks)
+
     def __call__(
         self,
         leaves: Sequence[Any],

@@ -19,9 +19,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v")
 
 
 def _waits_allowed(pipe: Any) -> int:
-    """One wait per step at most on a stage: for the numbers of the batch on the first, for the loss on the last."""
+    """One wait per step at most on a stage: for the numbers of the batch on the first, or for the loss on the last."""
     placement = pipe.plan.placement
-    return sum(pipe.stage == end for end in (placement[0], placement[-1]))
+    return int(pipe.stage in (placement[0], placement[-1]))
 
 
 def _compare(name: str, stages: int, replicas: int, schedule: str, recompute: bool) -> tuple[int, int, list[str]]:
