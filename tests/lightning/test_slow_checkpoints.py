@@ -21,6 +21,7 @@ from pipepart.lightning.strategy_options import StrategyOptions
 def _checkpoints(timeout: float, folder: str) -> Checkpoints:
     """Checkpoints of a job whose groups are its own, with this timeout."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # a rank that leaves at once would disturb the connection of the other
     dist.destroy_process_group()
     dist.init_process_group("cpu:gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
     ranks = Ranks(StrategyOptions(stages=size, timeout=timeout), lambda: size, lambda: torch.device("cpu"))
