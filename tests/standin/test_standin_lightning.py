@@ -183,8 +183,6 @@ def _checkpointed(stages: int, resume: str | None, steps: int, folder: str, meta
     saving = ModelCheckpoint(folder, filename=f"{stages}-{{step}}", every_n_train_steps=steps)
     trainer = _trainer(stages, max_steps=steps, callbacks=[saving], enable_checkpointing=True)
     trainer.fit(module, loader("gpt", 16, 8), ckpt_path=resume)  # a checkpoint is at the end of an epoch
-    states = [state for state in trainer.optimizers[0].state.values() if "exp_avg" in state]
-    assert all(state["exp_avg"].device.type in ("cpu", "meta", "standin") for state in states)
     saved = torch.load(f"{folder}/{stages}-step={steps}.ckpt", weights_only=True)
     leaves = [value for state in saved["optimizer_states"][0]["state"].values() for value in state.values()]
     assert all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor))

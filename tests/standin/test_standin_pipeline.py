@@ -184,7 +184,10 @@ def _by_dtype(late: bool) -> list[str]:
                 transport.send(got, 0).wait()
             if rank == 0:
                 assert torch.equal(got.cpu().float() if dtype.is_floating_point else got.cpu(), _plain(values)), dtype
+            if rank == 1:
+                got.copy_(torch.zeros_like(got))
             broadcast(got, 0, groups.pipeline)
+            assert torch.equal(_plain(got.cpu()), _plain(values)), dtype  # both ranks have drawn the same values
     return [str(dtype) for dtype in dtypes]
 
 
@@ -299,3 +302,35 @@ def test_a_model_that_does_not_fit_on_one_device() -> None:
     answers = run_standin(_larger_than_a_device, ranks=2)
     assert sum(count for count, _ in answers) == 16
     assert all(there for _, there in answers)
+
+
+def _from_a_library(name: str) -> int:
+    """A model of transformers with the batch of a tokenizer; its loss is computed in float32."""
+    import transformers
+
+    from pipepart import Pipeline
+
+    small = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 32, "vocab_size": 64}
+    config = transformers.AutoConfig.for_model(name, **small, intermediate_size=64)
+    torch.manual_seed(0)
+    model, plain = (transformers.AutoModelForCausalLM.from_config(config).eval().double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 64, (8, 12))
+    batch = {"input_ids": ids, "labels": ids}
+    for module in (*model.modules(), *plain.modules()):
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    pipe = Pipeline(model, (), batch, stages=2, microbatches=4, schedule="1f1b", timeout=60)
+    loss, expected = pipe.step(**batch)["loss"], plain.train()(**batch).loss
+    expected.backward()
+    assert_close("loss", loss.cpu(), expected.detach(), 1e-5)
+    gradients = dict(plain.named_parameters())
+    for key, parameter in pipe.named_parameters():
+        assert_close(key, parameter.grad.cpu(), gradients[key].grad, 1e-5)
+    return len(list(pipe.named_parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_models_of_a_library(name: str) -> None:
+    assert all(run_standin(_from_a_library, name, ranks=2))
