@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from support.environment import short_imports
+
 __all__ = ["PATIENCE", "SHORT", "end", "gone", "path_with", "start", "train_trouble", "trouble_folder"]
 
 PATIENCE = 360  # seconds; a busy machine takes long to import
@@ -45,7 +47,7 @@ def start(words: list[str], folder: Path, **environment: str) -> subprocess.Pope
     return subprocess.Popen(
         [sys.executable, "-m", "pipepart.cli", *words],
         cwd=folder,
-        env={**os.environ, **environment},
+        env=short_imports({**os.environ, **environment}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.environment import job_environment
 
 PROGRAM = """
 import json, sys
@@ -61,7 +62,12 @@ def test_output_that_cannot_be_written_does_not_lose_the_last_checkpoint(monkeyp
 @pytest.mark.timeout(600)
 def test_full_disk_at_the_end(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False, timeout=500
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        env=job_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_programs import PATIENCE, end, gone, train_trouble, trouble_folder
+from cli_programs import PATIENCE, end, gone, start, train_trouble, trouble_folder
 
 from pipepart.cli.main import main
 from pipepart.planning import Plan
@@ -78,33 +78,25 @@ def test_a_plan_from_the_command_line_can_be_trained_with(tmp_path: Path, monkey
     assert main(["plan", *small, "strategy.stages=2", "strategy.schedule=gpipe", "-o", "plan.json"]) == 0
     short = ["logger=none", "callbacks=none", "trainer.max_steps=2", "trainer.limit_val_batches=0"]
     words = ["train", *small, "strategy.plan=plan.json", *short]
-    done = subprocess.run(
-        [sys.executable, "-m", "pipepart.cli", *words], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = start(words, Path.cwd())
+    said = end(done)
+    assert done.returncode == 0, said
     assert Plan.load("outputs/latest/plan.json") == Plan.load("plan.json")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-def test_a_sweep_over_four_jobs_runs_four_jobs(tmp_path: Path) -> None:
+def test_a_sweep_over_two_jobs_runs_two_jobs(tmp_path: Path) -> None:
     short = ["logger=none", "callbacks=none", "trainer.max_steps=2", "trainer.limit_val_batches=0"]
-    words = ["train", "-m", "recipe=mlp", *short, "strategy.schedule=gpipe,1f1b", "strategy.microbatches=2,4"]
-    process = subprocess.run(
-        [sys.executable, "-m", "pipepart.cli", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=660,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+    words = ["train", "-m", "recipe=mlp", *short, "strategy.schedule=gpipe,1f1b", "strategy.microbatches=2"]
+    process = start(words, tmp_path)
+    said = end(process)
+    assert process.returncode == 0, said
     runs = sorted(tmp_path.glob("outputs/sweeps/*/*/*/result.json"))
-    assert [run.parent.name for run in runs] == ["0", "1", "2", "3"]
-    assert process.stdout.count("2 processes") == 4
+    assert [run.parent.name for run in runs] == ["0", "1"]
+    assert said.count("2 processes") == 2
     rows = list(csv.DictReader(next(tmp_path.glob("outputs/sweeps/*/*/summary.csv")).open()))
-    shapes = {(row["strategy.schedule"], row["strategy.microbatches"]) for row in rows}
-    assert shapes == {("gpipe", "2"), ("gpipe", "4"), ("1f1b", "2"), ("1f1b", "4")}
+    assert {row["strategy.schedule"] for row in rows} == {"gpipe", "1f1b"}
     assert all(row["outcome"] == "ok" for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"outputs"}
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import runpy
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cli_programs import PATIENCE, SHORT, end, path_with, start
+from cli_programs import SHORT, end, path_with, start
 
 from pipepart.cli.main import main
 from pipepart.cli.processes import _leave_reason
@@ -201,10 +199,8 @@ def test_a_sharded_run_is_resumed(tmp_path: Path) -> None:
         ["output=runs/one"],
         ["output=runs/two", "resume=runs/one/checkpoints/last.ckpt", "trainer.max_steps=9"],
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipepart.cli", "train", "recipe=mlp", *SHORT, "strategy.sharded=true", *words],
-            cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        process = start(["train", "recipe=mlp", *SHORT, "strategy.sharded=true", *words], tmp_path)
+        said = end(process)
+        assert process.returncode == 0, said
     assert (tmp_path / "runs/one/checkpoints/last.ckpt").is_dir()
-    assert "step 7/9" in done.stdout
+    assert "step 7/9" in said

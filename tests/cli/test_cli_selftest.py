@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from cli_programs import PATIENCE, end, gone, path_with, start
+from support.environment import job_environment
 from support.standin import built_library, unavailable
 
 from pipepart import load_cluster
@@ -128,7 +129,7 @@ def test_an_accelerator_passes(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _ON_STANDIN],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": places, "STANDIN_DEVICES": "2"},
+        env=job_environment(PYTHONPATH=places, STANDIN_DEVICES="2"),
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.environment import job_environment
 
 from pipepart.cli.main import main
 
@@ -33,7 +33,7 @@ def make():
 def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pipepart.cli", "verify", *words],
-        cwd=folder, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder, capture_output=True, text=True, timeout=400, env=job_environment(),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torchmetrics
+from support.environment import job_environment
 
 from pipepart.errors import CaptureError
 from pipepart.graph import op_graph
@@ -341,7 +342,8 @@ print(recording.step, [spec.name for spec in recording.inputs], [extra.name for 
 def test_a_step_of_the_other_namespace_is_captured_as_a_step():
     """`pytorch_lightning` is a package of its own: nothing has imported the strategy when its step is captured."""
     pytest.importorskip("pytorch_lightning")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", OTHER_NAMESPACE], capture_output=True, text=True)
+    words = [sys.executable, "-W", "ignore", "-c", OTHER_NAMESPACE]
+    done = subprocess.run(words, env=job_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "training_step ['batch', 'batch_idx', 'global_step', 'current_epoch'] ['loss']\n"
 

@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support.environment import short_imports
 
 from pipepart.machine import limits
 
@@ -76,7 +77,7 @@ class Machine:
     def run(self, *words: str, **more: str) -> str:
         done = subprocess.run(
             [sys.executable, *words],
-            env={**self.environment, **more},
+            env=short_imports({**self.environment, **more}),
             cwd=self.folder,
             capture_output=True,
             text=True,

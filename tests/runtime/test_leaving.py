@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from support.environment import job_environment
 
 ROOT = Path(__file__).parents[2]
 JOB = """
@@ -41,7 +41,7 @@ def test_no_abort_at_exit(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
             [*words, str(rank), str(tmp_path / "store")],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=job_environment(PYTHONPATH=str(ROOT)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.environment import short_imports
 from support.ports import free_port
 
 from pipepart.errors import ConfigError, PipelineError
@@ -56,8 +57,10 @@ def test_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
     jobs = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env={**kept, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                 "PYTHONPATH": str(ROOT)},
+            env=short_imports(
+                {**kept, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                 "PYTHONPATH": str(ROOT)}
+            ),
             stdout=subprocess.PIPE,
             text=True,
         )
