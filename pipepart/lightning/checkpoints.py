@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
 from pipepart.lightning import sharded as shards
 from pipepart.lightning.checkpoint_files import CheckpointError, verify
+from pipepart.lightning.namespaces import either
 from pipepart.lightning.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
 from pipepart.lightning.ranks import Ranks
 from pipepart.runtime import Groups, StageRuntime
@@ -21,6 +20,9 @@ from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.meeting import exchange_objects, meet
 from pipepart.runtime.mesh import own_group
 from pipepart.runtime.strangers import closed_to_strangers
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
 
 __all__ = ["Checkpoints"]
 
@@ -64,7 +66,8 @@ class Checkpoints:
         return runtime.parts.own_state_dict() if self._sharded() else runtime.parts.full_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        wrapped: Any = optimizer
+        plain = wrapped._optimizer if isinstance(optimizer, either("LightningOptimizer")) else optimizer
         return own_optimizer_state(plain) if self._sharded() else full_optimizer_state(plain, runtime)
 
     def save(
