@@ -78,7 +78,7 @@ class Checkpoints:
             groups = self._groups()
             shards.save(checkpoint, path, runtime, self._together, None if groups is None else groups.pipeline)
         else:
-            self._on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
+            self.on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
 
     def load(self, path: Any, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint. Rank 0 compares the files with their manifest; every rank reads the parts that it needs."""
@@ -87,7 +87,7 @@ class Checkpoints:
             shards.bring_back(path)
             (shards.verify_shards if shards.is_sharded(path) else verify)(path)
 
-        self._on_rank_zero(check)
+        self.on_rank_zero(check)
         if shards.is_sharded(path):
             return shards.load_rest(path, weights_only)
         return io.load_checkpoint(path, weights_only=weights_only)
@@ -107,7 +107,8 @@ class Checkpoints:
             else:
                 load_full_optimizer_state(optimizer, checkpoint["optimizer_states"][number])
 
-    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+    def on_rank_zero(self, action: Callable[[], None]) -> None:
+        """Run an action on rank 0. If it fails, all ranks raise the same message."""
         first = self._ranks.groups is None or self._ranks.groups.rank == 0
         self._together(action if first else lambda: None)
 
