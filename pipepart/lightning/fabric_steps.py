@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,34 +52,42 @@ class StepFunction:
         return self.run(self, args, kwargs)
 
 
-@dataclass(eq=False)
 class Parked:
-    """The gradients of one step on this rank, until the loss of that step is handed to `fabric.backward`."""
+    """The gradients of one step on this rank, which wait until the loss of that step is handed to `fabric.backward`.
 
-    gradients: dict[str, torch.Tensor]
-    reduced: bool
-    """Whether they are the means over replicas."""
-    factors: list[float] = field(default_factory=list)
-    """The derivative of what was handed to `fabric.backward` by the loss of the step, once it is known."""
+    They are kept by that loss, so they are released with a loss that nobody hands over.
+    """
+
+    def __init__(self, gradients: dict[str, torch.Tensor], reduced: bool, used: Callable[[Parked], None]) -> None:
+        """`reduced`: they are the means over replicas. `used` is called in each backward of the loss."""
+        self.reduced, self._used = reduced, used
+        self.gradients: dict[str, torch.Tensor] | None = gradients
+        """None after they were handed over."""
+        self.factor = 0.0
+        """The derivative of what is handed to `fabric.backward` by the loss of the step."""
 
     def loss(self, value: torch.Tensor) -> torch.Tensor:
         """The value as a loss on which arithmetic works (`loss / 4`, `loss + other`)."""
         anchor = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
-        made: torch.Tensor = _Loss.apply(anchor, value.detach(), self.factors)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _Loss.apply(anchor, value.detach(), self)  # type: ignore[no-untyped-call]
         return made
+
+    def note(self, factor: float) -> None:
+        self._used(self)
+        self.factor += factor
 
 
 class _Loss(torch.autograd.Function):
     """The loss of a step whose backward has run already. Its backward notes the derivative."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, factors: list[float]) -> torch.Tensor:  # type: ignore[override]
-        ctx.factors = factors
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, parked: Parked) -> torch.Tensor:  # type: ignore[override]
+        ctx.parked = parked
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.factors.append(float(gradient))
+        ctx.parked.note(float(gradient))
         return None, None, None
 
 
@@ -100,18 +108,25 @@ class FunctionSteps:
         self._variants: dict[str, Variants] = {}
         self._counts: dict[str, int] = {}
 
-    def train(self, step: StepFunction, args: tuple[Any, ...], kwargs: dict[str, Any], reduce: bool) -> Any:
+    def train(
+        self,
+        step: StepFunction,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reduce: bool,
+        used: Callable[[Parked], None],
+    ) -> Any:
         """Run forward and backward of all micro-batches, and return the result with a loss for `fabric.backward`."""
         name, leaves, key = self._find(step, args, kwargs, True, reduce)
         runtime = self._planned
         request = StepRequest(leaves=leaves, outputs_everywhere=True, reduce=reduce, draw_key=self._draw(key))
         result = runtime.train(request, name)
-        parked = Parked(runtime.parameters.take_gradients(), reduce)
+        parked = Parked(runtime.parameters.take_gradients(), reduce, used)
         recording = runtime.recording(name)
         assert recording.loss_index is not None
         outputs = list(result.outputs)
         outputs[recording.loss_index] = parked.loss(outputs[recording.loss_index])
-        return recording.unflatten(outputs), parked
+        return recording.unflatten(outputs)
 
     def evaluate(self, step: StepFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of all micro-batches, and return the result on every rank."""

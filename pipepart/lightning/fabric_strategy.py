@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,11 @@ from torch.optim import Optimizer
 from pipepart.build import Job
 from pipepart.devices import limit_threads, local_device
 from pipepart.errors import ConfigError, PlanError
+from pipepart.lightning.fabric_checkpoints import FabricCheckpoints
 from pipepart.lightning.fabric_steps import FunctionSteps, Parked, PipelinedModule, StepFunction
 from pipepart.lightning.launcher import launcher_for
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.namespaces import of
-from pipepart.lightning.optimizers import full_optimizer_state, load_full_optimizer_state
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.ranks import RankCollectives
 from pipepart.lightning.refusals import check_optimizers
@@ -42,7 +41,7 @@ __all__ = ["FabricMethods"]
 _PRECISIONS = ("Precision", "HalfPrecision", "DoublePrecision", "MixedPrecision")
 
 
-class FabricMethods(_Base):
+class FabricMethods(FabricCheckpoints, _Base):
     """Methods of the strategy that Fabric calls, in the place of those for a Trainer."""
 
     _num_nodes: int
@@ -54,7 +53,7 @@ class FabricMethods(_Base):
         self._num_nodes, self._module, self._functions = 1, None, None
         self._names: dict[str, int] = {}
         self._own_optimizers: list[Optimizer] = []
-        self._parked: list[Parked] = []
+        self._used: list[Parked] | None = None  # the steps of a backward; None outside of one
         self._accumulates = self._has_own = False
         self._backward_sync_control = _NoSync(self)
         options = self._options
@@ -96,9 +95,7 @@ class FabricMethods(_Base):
             if not torch.is_grad_enabled():
                 return functions.evaluate(step, args, kwargs)
             reduce = self.mesh.replicas == 1 or not self._accumulates
-            result, parked = functions.train(step, args, kwargs, reduce)
-        self._parked = [one for one in self._parked if not one.factors] + [parked]
-        return result
+            return functions.train(step, args, kwargs, reduce, self._use)
 
     def _steps_of(self, module: PipelinedModule) -> FunctionSteps:
         if self._functions is None:
@@ -119,7 +116,7 @@ class FabricMethods(_Base):
 
     def make_whole(self) -> None:
         """Gather all values on every rank, in host memory, and forget the plan. All ranks must call it together."""
-        self._functions, self._parked = None, []
+        self._functions = None
         self._whole.make_whole()
 
     @contextmanager
@@ -143,33 +140,58 @@ class FabricMethods(_Base):
             patches.undo()
 
     def _evaluate_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the module itself, for a program that calls it inside `torch.no_grad()`."""
+        """The result of the module itself, for a program that calls it inside `torch.no_grad()`.
+
+        The wrapper of Fabric has turned on autocast, which keeps references to parameters. So it is turned on inside.
+        """
         assert self._module is not None
-        name = type(self._module.original).__name__
-        return self._run(StepFunction(self._run, self._module.original, name), args, kwargs)
+        original, precision = self._module.original, self.precision
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with precision.forward_context():
+                return original(*args, **kwargs)
+
+        kind = self.root_device.type
+        mixed = torch.is_autocast_enabled(kind)
+        step = StepFunction(self._run, forward if mixed else original, type(original).__name__)
+        with torch.autocast(kind, enabled=False, cache_enabled=False) if mixed else nullcontext():
+            return self._run(step, args, kwargs)
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Add the gradients of the steps that `tensor` comes from to `.grad`, times its derivative by their losses."""
-        super(RankCollectives, self).backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
-        used = [parked for parked in self._parked if parked.factors]
+        self._used = []
+        try:
+            super(RankCollectives, self).backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
+            used = list(dict.fromkeys(self._used))
+        finally:
+            self._used = None
         if not used:
             raise ConfigError(
-                "fabric.backward got a loss that comes from no step of this pipeline, or from one whose gradients were handed "
-                "over already. Hand over the result of a function made with `fabric.strategy.step`, once."
+                "fabric.backward got a loss that comes from no step of this pipeline. Hand over the result of a function that "
+                "was made with `fabric.strategy.step`."
             )
-        self._parked = [parked for parked in self._parked if not parked.factors]
         for parked in used:
             self._hand_over(parked)
 
+    def _use(self, parked: Parked) -> None:
+        """Note a step whose gradients are to be handed over. Its loss calls it in backward."""
+        if self._used is None:
+            raise ConfigError("loss.backward() was called. Call fabric.backward(loss), which hands over the gradients.")
+        if parked.gradients is None:
+            raise ConfigError(
+                "the gradients of this step were handed over already: call fabric.backward once for the loss of a step."
+            )
+        self._used.append(parked)
+
     @torch.no_grad()
     def _hand_over(self, parked: Parked) -> None:
-        factor = math.fsum(parked.factors)
+        factor, gradients, parked.gradients = parked.factor, parked.gradients or {}, None
         self._check_equal(factor)
         parameters = self.runtime.named_parameters()
         if parked.reduced and self._has_own:
             self._reduce_own()
         self._has_own = self._has_own or not parked.reduced
-        for name, gradient in parked.gradients.items():
+        for name, gradient in gradients.items():
             parameter, new = parameters[name], gradient if factor == 1.0 else gradient.mul_(factor)
             parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
 
@@ -305,73 +327,6 @@ class FabricMethods(_Base):
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas. The stages of one replica have equal values."""
         return self._ranks.reduce(tensor, group, reduce_op)
-
-    # ---- checkpoints
-
-    @property
-    def _cut(self) -> StageRuntime | None:
-        """The runtime that has cut the module; None while it is whole."""
-        return self._whole.runtime
-
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The state of the whole module, on rank 0. Every rank must call it."""
-        if module is not self._module:
-            return module.state_dict()
-        original, runtime = self._module.original, self._cut
-        return original.state_dict() if runtime is None else runtime.full_state_dict()
-
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        own = self._module is not None and module is self._module
-        if own and self._cut is not None:
-            self._cut.load_full_state_dict(dict(state_dict), strict)
-        else:
-            (self._module.original if own and self._module is not None else module).load_state_dict(
-                state_dict, strict=strict
-            )
-
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state as on one device, on rank 0. Every rank must call it."""
-        return optimizer.state_dict() if self._cut is None else full_optimizer_state(optimizer, self._cut)
-
-    def save_checkpoint(  # type: ignore[override]
-        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
-    ) -> None:
-        """Write one plain file, as one device writes it. Every rank must call it."""
-        plain = self._convert_stateful_objects_in_state(state, filter=filter or {})  # type: ignore[attr-defined]
-        io = self.checkpoint_io
-        self._checkpoints.on_rank_zero(lambda: io.save_checkpoint(plain, path, storage_options=storage_options))
-
-    def load_checkpoint(  # type: ignore[override]
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a plain file; each rank keeps the parts that it holds."""
-        found = self._checkpoints.load(path, self.checkpoint_io, weights_only)
-        if not state:
-            return found
-        if isinstance(state, (nn.Module, Optimizer)):
-            self._restore(state, found, strict)
-            return {}
-        if strict and (missing := [key for key in state if key not in found]):
-            raise KeyError(
-                f"The checkpoint {path} has no entry {missing[0]!r}; it has {sorted(map(str, found))}. To load the rest, set "
-                "strict=False."
-            )
-        for name, thing in state.copy().items():
-            if name not in found:
-                continue
-            if isinstance(thing, (nn.Module, Optimizer)) or hasattr(thing, "load_state_dict"):
-                self._restore(thing, found.pop(name), strict)
-            else:
-                state[name] = found.pop(name)
-        return found
-
-    def _restore(self, thing: Any, saved: Any, strict: bool) -> None:
-        if isinstance(thing, nn.Module):
-            self.load_module_state_dict(thing, saved, strict)
-        elif isinstance(thing, Optimizer) and self._cut is not None:
-            load_full_optimizer_state(thing, saved)
-        else:
-            thing.load_state_dict(saved)
 
     def teardown(self) -> None:
         super(RankCollectives, self).teardown()  # type: ignore[misc]
