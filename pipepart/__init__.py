@@ -61,28 +61,38 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
+_LIGHTNING = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
+"""Packages of Lightning; a program may import any of them, before pipepart or after it."""
+
+
 class _Register(MetaPathFinder):
-    """Registers the strategy for `Trainer(strategy="pipepart")` when Lightning is imported."""
+    """Registers the strategy for `Trainer(strategy="pipepart")` when a package of Lightning is imported."""
+
+    def __init__(self, packages: set[str]) -> None:
+        self._packages = packages
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if fullname != "lightning.pytorch":
+        if fullname not in self._packages:
             return None
-        sys.meta_path.remove(self)
+        self._packages.remove(fullname)
         spec = util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                if "pipepart.lightning" not in sys.modules:
-                    import_module("pipepart.lightning")
+                _join(fullname)
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
+def _join(package: str) -> None:
+    import_module("pipepart.lightning").join(package)
+
+
 limit_instructions()  # before torch chooses its instructions; has no effect unless the CPU has AMX
-if "lightning.pytorch" in sys.modules:
-    import_module("pipepart.lightning")
-else:
-    sys.meta_path.insert(0, _Register())
+_imported = [package for package in _LIGHTNING if package in sys.modules]
+sys.meta_path.insert(0, _Register(set(_LIGHTNING) - set(_imported)))
+for _package in _imported:
+    _join(_package)

@@ -4,19 +4,11 @@ The package knows Trainer and LightningModule; it has all code that uses the int
 and `runtime` executes it: this package must not know how.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from pipepart.lightning.ema import WeightEMA
 from pipepart.lightning.materialise import materialise
 from pipepart.lightning.monitor import PipelineMonitor
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
+from pipepart.lightning.registration import join
 from pipepart.lightning.sharded import consolidate
 
-__all__ = ["PipelineMonitor", "PipelineStrategy", "WeightEMA", "consolidate", "materialise"]
-
-if PipelineStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        PipelineStrategy.strategy_name,
-        PipelineStrategy,
-        description="Pipeline parallelism, everything chosen automatically",
-    )
+__all__ = ["PipelineMonitor", "PipelineStrategy", "WeightEMA", "consolidate", "join", "materialise"]

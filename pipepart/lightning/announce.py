@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
+from pipepart.lightning.namespaces import loaded
 from pipepart.planning import Plan
 from pipepart.planning.describe import format_seconds
 from pipepart.report.figures import measured_step, warm_steps
@@ -20,10 +19,9 @@ if not _log.handlers:  # shown by default, as Lightning's own messages; users co
     _log.propagate = False
 
 
-@rank_zero_only
 def tell(text: str) -> None:
     """Log a message to the terminal, on rank 0."""
-    _log.info(text)
+    loaded().rank_zero_only(_log.info)(text)
 
 
 def measured_against_predicted(plan: Plan, step_times: Sequence[float]) -> str:

@@ -14,14 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from pipepart.errors import PipepartError
 from pipepart.files import Field, load_json, write_whole
+from pipepart.lightning.namespaces import either, loaded
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+else:
+    CheckpointIO = object
 
 __all__ = [
     "CheckpointError",
@@ -150,16 +154,22 @@ def reason_of(error: BaseException) -> str:
     return str(error)
 
 
-class SafeCheckpointIO(TorchCheckpointIO):
+class SafeCheckpointIO(CheckpointIO):
     """Plain `.ckpt` files, each with a small manifest beside it, `NAME.ckpt.sha256`, that holds its size and digest.
 
     The manifest holds the digest of the new content before the file is replaced, and that of the old content until then.
     So the file is complete and has its digest in the manifest whenever the process ends.
     """
 
+    def __init__(self) -> None:
+        self._plain = loaded().TorchCheckpointIO()
+
+    def teardown(self) -> None:
+        self._plain.teardown()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if "://" in str(path) or storage_options is not None:  # object stores replace a file in one step anyway
-            super().save_checkpoint(checkpoint, path, storage_options)
+            self._plain.save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
         part = target.with_name(f"{target.name}.part")
@@ -192,14 +202,17 @@ class SafeCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Tensors are mapped from the file and read when they are used, so a rank reads only its part of a large file."""
         if "://" in str(path):  # Lightning would read web addresses with weights_only=False
-            return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
+            read: dict[str, Any] = self._plain.load_checkpoint(
+                path, map_location, True if weights_only is None else weights_only
+            )
+            return read
         if not Path(path).exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         found: dict[str, Any] = load_file(Path(path), weights_only, map_location)
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
-        super().remove_checkpoint(path)
+        self._plain.remove_checkpoint(path)
         if "://" not in str(path):
             manifest_of(Path(path)).unlink(missing_ok=True)
 
@@ -236,7 +249,7 @@ def _named_in(text: str) -> str:
 
 def safe_by_default(io: CheckpointIO | None) -> CheckpointIO:
     """The given plugin, with `SafeCheckpointIO` where it leaves the choice open."""
-    if isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
+    if isinstance(io, either("_WrappingCheckpointIO")) and io.checkpoint_io is None:  # type: ignore[union-attr]
         io.checkpoint_io = SafeCheckpointIO()
     return SafeCheckpointIO() if io is None else io
 

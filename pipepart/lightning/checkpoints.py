@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 
 from pipepart.lightning import sharded as shards
 from pipepart.lightning.checkpoint_files import CheckpointError, verify
+from pipepart.lightning.namespaces import either
 from pipepart.lightning.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
 from pipepart.lightning.ranks import Ranks
 from pipepart.runtime import Groups, StageRuntime
@@ -21,6 +20,9 @@ from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.meeting import exchange_objects, meet
 from pipepart.runtime.mesh import own_group
 from pipepart.runtime.strangers import closed_to_strangers
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
 
 __all__ = ["Checkpoints"]
 
@@ -64,7 +66,8 @@ class Checkpoints:
         return runtime.parts.own_state_dict() if self._sharded() else runtime.parts.full_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        wrapped: Any = optimizer
+        plain = wrapped._optimizer if isinstance(optimizer, either("LightningOptimizer")) else optimizer
         return own_optimizer_state(plain) if self._sharded() else full_optimizer_state(plain, runtime)
 
     def save(
@@ -75,7 +78,7 @@ class Checkpoints:
             groups = self._groups()
             shards.save(checkpoint, path, runtime, self._together, None if groups is None else groups.pipeline)
         else:
-            self._on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
+            self.on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
 
     def load(self, path: Any, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint. Rank 0 compares the files with their manifest; every rank reads the parts that it needs."""
@@ -84,7 +87,7 @@ class Checkpoints:
             shards.bring_back(path)
             (shards.verify_shards if shards.is_sharded(path) else verify)(path)
 
-        self._on_rank_zero(check)
+        self.on_rank_zero(check)
         if shards.is_sharded(path):
             return shards.load_rest(path, weights_only)
         return io.load_checkpoint(path, weights_only=weights_only)
@@ -104,7 +107,8 @@ class Checkpoints:
             else:
                 load_full_optimizer_state(optimizer, checkpoint["optimizer_states"][number])
 
-    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+    def on_rank_zero(self, action: Callable[[], None]) -> None:
+        """Run an action on rank 0. If it fails, all ranks raise the same message."""
         first = self._ranks.groups is None or self._ranks.groups.rank == 0
         self._together(action if first else lambda: None)
 

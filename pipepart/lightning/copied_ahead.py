@@ -16,18 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from pipepart.devices import computes_on_host, current_stream, new_stream, on_stream, pinned, used_on
 from pipepart.lightning.data import LoaderAround, transfer_hook
+from pipepart.lightning.namespaces import either, loaded, overridden
 from pipepart.lightning.wholeness import Wholeness
 from pipepart.recording.inputs import trees
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
 
 __all__ = ["BatchPlaces", "copied_ahead"]
 
@@ -35,6 +36,8 @@ _SHOW_BATCH = tuple(
     f"on_{step}_batch_{when}" for step in ("train", "validation", "test", "predict") for when in ("start", "end")
 )
 """Hooks of modules and callbacks that get the batch."""
+_NEED_NO_VALUES = ("lightning", "pytorch_lightning", "pipepart")
+"""Packages whose callbacks do not read the batch."""
 
 
 class BatchPlaces:
@@ -61,7 +64,7 @@ class BatchPlaces:
         module = trainer.lightning_module
         if computes_on_host(trainer.strategy.root_device) or self._is_first() or transfer_hook(trainer, module):
             return False
-        if any(is_overridden(hook, module, LightningModule) for hook in _SHOW_BATCH):
+        if any(overridden(hook, module, "LightningModule") for hook in _SHOW_BATCH):
             return False
         return not any(_shows_batch(callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
@@ -70,7 +73,7 @@ def _shows_batch(callback: Callback) -> bool:
     """Whether a callback of the user gets the batch; those of Lightning and ours need no values."""
     for hook in _SHOW_BATCH:
         owner = next(kind for kind in type(callback).__mro__ if hook in vars(kind))
-        if owner is not Callback and owner.__module__.partition(".")[0] not in ("lightning", "pipepart"):
+        if owner not in either("Callback") and owner.__module__.partition(".")[0] not in _NEED_NO_VALUES:
             return True
     return False
 
@@ -136,7 +139,7 @@ class _Copies:
         self._sources = [(event, source) for event, source in self._sources if not event.query()]
         source = trees.map_structure(partial(_pinned, device=self._device), batch)
         with on_stream(self._stream):
-            copy = move_data_to_device(source, self._device)
+            copy = loaded().move_data_to_device(source, self._device)
             event = self._stream.record_event()
         self._sources.append((event, source))
         return copy, event

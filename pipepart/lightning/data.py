@@ -7,18 +7,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities._pytree import _tree_flatten as tree_flatten
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipepart.errors import PlanError
+from pipepart.lightning.namespaces import of, overridden
+from pipepart.lightning.random_states import isolate_rng
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = [
     "LoaderAround",
@@ -58,7 +58,7 @@ def received(trainer: Trainer, batch: Any) -> Any:
 
 def _open_loader(trainer: Trainer) -> Any:
     """The loader that the trainer is about to run. Every rank must call it (Lightning waits for all)."""
-    loop: Any = trainer.fit_loop if trainer.state.fn == TrainerFn.FITTING else trainer._active_loop
+    loop: Any = trainer.fit_loop if trainer.state.fn == "fit" else trainer._active_loop
     loop.setup_data()
     loader = loop._combined_loader
     if loader is None or not loader.flattened:
@@ -91,7 +91,7 @@ def _first_batch(trainer: Trainer, loader: Any) -> Any:
     gives `example_batch` to the strategy instead.
     """
     # Training takes one batch of every loader at once, evaluation one loader after the other.
-    fitting = trainer.state.fn == TrainerFn.FITTING
+    fitting = trainer.state.fn == "fit"
     with isolate_rng(), _generators_kept(loader.flattened), _positions_kept(loader.flattened):
         found = [next(iter(_unwrapped(one)), None) for one in (loader.flattened if fitting else loader.flattened[:1])]
     if any(batch is None for batch in found):
@@ -99,7 +99,9 @@ def _first_batch(trainer: Trainer, loader: Any) -> Any:
             "a loader of this run gave no batch, and planning needs one to know the shapes. Check the length of the dataset "
             "(and drop_last), or give the strategy `example_batch`."
         )
-    return prepare(trainer, tree_unflatten(found, tree_flatten(loader.iterables)[1]) if fitting else found[0])
+    return prepare(
+        trainer, tree_unflatten(found, of(trainer)._tree_flatten(loader.iterables)[1]) if fitting else found[0]
+    )
 
 
 def prepare(trainer: Trainer, batch: Any) -> Any:
@@ -198,9 +200,9 @@ def transfer_hook(trainer: Trainer, module: LightningModule) -> str:
     """The hook around the transfer of a batch to the device that the user has written, as a name; empty if there is none."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     for hook in _HOOKS:
-        if is_overridden(hook, module, LightningModule):
+        if overridden(hook, module, "LightningModule"):
             return f"{type(module).__name__}.{hook}"
-        if datamodule is not None and is_overridden(hook, datamodule, LightningDataModule):
+        if datamodule is not None and overridden(hook, datamodule, "LightningDataModule"):
             return f"{type(datamodule).__name__}.{hook}"
     return ""
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
@@ -26,6 +25,9 @@ from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.op import op_of
 from pipepart.recording.recorded_run.symbols import is_tracked, plain
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 __all__ = ["UNSEEN", "Effect", "Effects", "Follows", "Sizes", "follows", "record_with_effects", "sizes_of"]
 

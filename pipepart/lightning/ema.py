@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pipepart.errors import ConfigError
+from pipepart.lightning.binding import OwnCallback
 from pipepart.lightning.optimizers import gather_parts
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["WeightEMA"]
 
 
-class WeightEMA(Callback):
+class WeightEMA(OwnCallback):
     """Keep `average = decay * average + (1 - decay) * weights` after each optimizer step, and evaluate with the average.
 
     Every checkpoint holds the whole average by full names, so that runs of any other shape, including one device, can

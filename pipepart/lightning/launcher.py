@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies.launchers import subprocess_script
-
+from pipepart.lightning.binding import kind_in
+from pipepart.lightning.namespaces import Namespace
 from pipepart.lightning.run_patches import RunPatches
 from pipepart.parent import RANK_0, tied
 from pipepart.runtime.rendezvous import name_job
 
-__all__ = ["Launcher"]
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+else:
+    _SubprocessScriptLauncher = object
+
+__all__ = ["launcher_for"]
+
+_HOME = "strategies.launchers.subprocess_script"
 
 
-class Launcher(subprocess_script._SubprocessScriptLauncher):
+def launcher_for(
+    namespace: Namespace, environment: ClusterEnvironment, processes: int, nodes: int, package: str = "pytorch"
+) -> Launcher:
+    """The launcher for a Trainer, or for Fabric if `package` is "fabric"."""
+    home = namespace.module(f"{package}.{_HOME}")
+    launcher: Launcher = kind_in(Launcher, home._SubprocessScriptLauncher)(environment, processes, nodes)
+    launcher.home = home
+    return launcher
+
+
+class Launcher(_SubprocessScriptLauncher):
     """Starts the script again for each other rank of this host.
 
     Until the ranks have connected, they are killed when this process ends. From then on they notice its end themselves, and
     may finish their work after a fit (`pipepart.lightning.ranks`).
     """
 
+    home: Any
+    """The module of the launcher that this class derives from."""
+
     def _call_children_scripts(self) -> None:
         name_job(self.num_nodes)
-        patches = RunPatches()
-        basic, with_hydra = subprocess_script._basic_subprocess_cmd, subprocess_script._hydra_subprocess_cmd
+        patches, home = RunPatches(), self.home
+        basic, with_hydra = home._basic_subprocess_cmd, home._hydra_subprocess_cmd
 
         def tied_with_hydra(local_rank: int) -> tuple[Any, str]:
             command, folder = with_hydra(local_rank)
             return tied(command), folder
 
-        patches.put(subprocess_script, "_basic_subprocess_cmd", lambda: tied(basic()))
-        patches.put(subprocess_script, "_hydra_subprocess_cmd", tied_with_hydra)
+        patches.put(home, "_basic_subprocess_cmd", lambda: tied(basic()))
+        patches.put(home, "_hydra_subprocess_cmd", tied_with_hydra)
         if self.num_nodes == 1:
             os.environ[RANK_0] = str(os.getpid())
         try:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision
 
 from pipepart.devices import computes_on_host, current_stream, pinned
+from pipepart.lightning.namespaces import either
 from pipepart.lightning.run_patches import RunPatches
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
@@ -33,7 +33,7 @@ def match_device(plugin: Any, device: torch.device) -> None:
     Lightning makes the plugin for its own accelerators only. With an accelerator of another library, autocast would be that
     of a device which the run does not use, and the scaler would be off: the run would have full precision, or no scaling.
     """
-    if not isinstance(plugin, MixedPrecision) or computes_on_host(device) or plugin.device == device.type:
+    if not isinstance(plugin, either("MixedPrecision")) or computes_on_host(device) or plugin.device == device.type:
         return
     plugin.device, before = device.type, plugin.scaler
     if before is not None:
@@ -50,7 +50,7 @@ class LossScaling:
 
         Gradients are checked in `unscale_`, and in `_check_inf_per_device` for fused optimizers, which unscale themselves.
         """
-        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+        scaler = plugin.scaler if isinstance(plugin, either("MixedPrecision")) else None
         self._scaler: Any = scaler if scaler is not None and scaler.is_enabled() else None
         self._groups, self._device = groups, device
         self._host: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torchmetrics import Metric
 
 from pipepart.errors import ConfigError
+from pipepart.lightning.random_states import isolate_rng
 from pipepart.runtime import StageRuntime
 
 __all__ = ["check_can_be_filled", "empty_names", "fill_stage", "materialise"]

@@ -5,20 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_warn
 
 from pipepart.devices import peak_memory_of
 from pipepart.errors import ConfigError, PlanError
 from pipepart.files import may_fail
 from pipepart.lightning.announce import tell
+from pipepart.lightning.artifacts import log_files
+from pipepart.lightning.binding import OwnCallback
+from pipepart.lightning.namespaces import either, loaded
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
-from pipepart.lightning.tracking import log_files
 from pipepart.recording.inputs import trees
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import measured_step, plan_figures, step_figures
@@ -27,12 +26,16 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import exchange_objects
 from pipepart.runtime.microbatch import batch_size_of
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.loggers import Logger
+
 __all__ = ["PipelineMonitor"]
 
 _log = logging.getLogger("pipepart.report")  # separate, for programs that print the paths themselves
 
 
-class PipelineMonitor(Callback):
+class PipelineMonitor(OwnCallback):
     """Records times of stages, bubble, memory, throughput and predicted against measured times, every `every_n_steps`.
 
     ```python
@@ -148,12 +151,12 @@ class PipelineMonitor(Callback):
             files |= self._written("plan.json", plan.save)
             files |= self._written("graph.json", lambda path: save_graph(path, runtime.graph, runtime.costs))
 
-        def record(logger: Logger) -> None:
-            if isinstance(logger, TensorBoardLogger):
+        def record(logger: Any) -> None:
+            if isinstance(logger, either("TensorBoardLogger")):
                 logger.experiment.add_text("pipepart/plan", f"```\n{plan.describe()}\n```")
             else:
                 logger.log_hyperparams({"plan": figures})
-            if isinstance(logger, WandbLogger) and files:
+            if isinstance(logger, either("WandbLogger")) and files:
                 log_files(logger, f"plan-{plan.hash}", "plan", files, figures)
 
         self._with_loggers(trainer, record)
@@ -176,8 +179,8 @@ class PipelineMonitor(Callback):
             ),
         )
 
-        def record(logger: Logger) -> None:
-            if isinstance(logger, WandbLogger) and files:
+        def record(logger: Any) -> None:
+            if isinstance(logger, either("WandbLogger")) and files:
                 log_files(logger, f"report-{plan.hash}", "report", files, plan_figures(plan))
 
         self._with_loggers(trainer, record)
@@ -203,7 +206,7 @@ class PipelineMonitor(Callback):
                 action(logger)
             except Exception as error:
                 self._silenced.add(id(logger))
-                rank_zero_warn(
+                loaded().rank_zero_warn(
                     f"{type(logger).__name__} failed ({type(error).__name__}: {error}); it gets no more figures"
                 )
 

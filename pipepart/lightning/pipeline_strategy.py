@@ -7,33 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
 from pipepart.build import Job
 from pipepart.devices import limit_threads, local_device
 from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
+from pipepart.lightning.binding import BoundStrategy
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.checkpoints import Checkpoints
 from pipepart.lightning.copied_ahead import BatchPlaces
 from pipepart.lightning.data import reopen, shared_example, steps_ahead
 from pipepart.lightning.kept_on_host import only_shapes, too_large
-from pipepart.lightning.launcher import Launcher
+from pipepart.lightning.launcher import launcher_for
 from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
+from pipepart.lightning.namespaces import of
+from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.ranks import RankCollectives, Ranks, device_of
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
@@ -46,18 +39,21 @@ from pipepart.recording.inputs.batching import BatchDim
 from pipepart.runtime import Mesh, StageRuntime
 from pipepart.runtime.failure import guarded
 
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import ParallelStrategy
+else:
+    ParallelStrategy = object  # the class of the trainer's namespace, when the trainer connects the strategy
+
 __all__ = ["PipelineStrategy"]
 
-_EVALUATION = {
-    TrainerFn.VALIDATING: "validation_step",
-    TrainerFn.TESTING: "test_step",
-    TrainerFn.PREDICTING: "predict_step",
-}
+_EVALUATION: dict[Any, str] = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _TRACED = frozenset({3, 10})
 """Traced steps of each fit: the first one after the warm-up, which short runs reach, and one with settled caches."""
 
 
-class PipelineStrategy(RankCollectives, ParallelStrategy):
+class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -98,11 +94,11 @@ class PipelineStrategy(RankCollectives, ParallelStrategy):
         loss: Literal["batch", "microbatch"] = "batch",
         verify: bool = False,
         batch_dim: BatchDim = 0,
-        accelerator: Accelerator | None = None,
+        accelerator: Any = None,  # the last five: of the namespace of the trainer
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
     ) -> None:
         options = StrategyOptions.among(locals())
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
@@ -232,12 +228,12 @@ class PipelineStrategy(RankCollectives, ParallelStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        of(self).rank_zero_only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         _ = self.mesh  # raises here, before any process is started, if the devices do not fit the stages
-        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = launcher_for(of(self), self.cluster_environment, self.num_processes, self.num_nodes)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -248,7 +244,7 @@ class PipelineStrategy(RankCollectives, ParallelStrategy):
     def setup_environment(self) -> None:
         module, trainer = self._module_and_trainer()
         check_trainer(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             check_module(module)
         super().setup_environment()
         local_device(
@@ -272,7 +268,7 @@ class PipelineStrategy(RankCollectives, ParallelStrategy):
         assert self.accelerator is not None
         module, _ = self._module_and_trainer()
         self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting = trainer.state.fn == "fit"
         seed = torch.initial_seed()
         self._patches.undo()  # those of a run that has ended without a teardown
         connect_callbacks(trainer, self._patches)
@@ -284,7 +280,7 @@ class PipelineStrategy(RankCollectives, ParallelStrategy):
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             with isolate_rng():  # random numbers that planning draws do not change those of the run
-                self._build(trainer, module, "training_step" if fitting else _EVALUATION[TrainerFn(trainer.state.fn)])
+                self._build(trainer, module, "training_step" if fitting else _EVALUATION[trainer.state.fn])
         self.runtime.seeds.seed = self.broadcast(seed)
         self._signals = Signals(trainer, self._ranks.groups, self._patches)
         if fitting:
@@ -384,7 +380,11 @@ class PipelineStrategy(RankCollectives, ParallelStrategy):
         tell(measured_against_predicted(self.plan, self.step_times))
 
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException) and self._signals is not None and self._whole.runtime is not None:
+        if (
+            isinstance(exception, of(self).SIGTERMException)
+            and self._signals is not None
+            and self._whole.runtime is not None
+        ):
             self._signals.save()
         self._whole.vote(f"failed: {type(exception).__name__}: {exception}")
 

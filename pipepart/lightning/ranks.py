@@ -6,19 +6,17 @@ import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _init_dist_connection
 from torch import nn
 
 from pipepart.devices import backend_for
 from pipepart.errors import ConfigError
 from pipepart.lightning.data import ends_together, needs_agreement
 from pipepart.lightning.materialise import empty_names
+from pipepart.lightning.namespaces import either, loaded, of
 from pipepart.options import Options
 from pipepart.parent import outlive_parent
 from pipepart.runtime import Groups, Mesh, fit_mesh
@@ -27,6 +25,9 @@ from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
 from pipepart.runtime.rendezvous import meeting_store
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.watcher import watch
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
 
 __all__ = ["RankCollectives", "Ranks", "device_of"]
 
@@ -79,8 +80,8 @@ class Ranks:
             address, port = environment.main_address, environment.main_port
             store = meeting_store(address, port, rank, world, timeout, one_host=nodes == 1)
         with closed_to_strangers():
-            _init_dist_connection(environment, backend_for(device), timeout=timeout, store=store)
-        if isinstance(environment, LightningEnvironment):  # the launcher has tied this process to rank 0
+            of(environment)._init_dist_connection(environment, backend_for(device), timeout=timeout, store=store)
+        if isinstance(environment, either("LightningEnvironment")):  # the launcher has tied this process to rank 0
             outlive_parent()
         _ = self._connected
 
@@ -162,7 +163,8 @@ class Ranks:
                 return tensor.unsqueeze(0)
             group = groups.copies
         with guarded(groups):
-            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+            gathered: torch.Tensor = loaded()._all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+        return gathered
 
     def decide(self, decision: bool, all: bool = True) -> bool:
         """Whether the decision is true on all ranks (or on any). Stages of one replica may differ (time, signals)."""

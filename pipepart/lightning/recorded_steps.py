@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
 
 from pipepart.build import Built, Example, Job, Recorded, Step, add_step, build, example_microbatch
 from pipepart.build.job import no_samples
@@ -29,6 +28,9 @@ from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.microbatch import Whole
 from pipepart.samples.batch_numbers import NOT_KNOWN_AHEAD
 from pipepart.samples.pieces import pieces_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 __all__ = ["RecordedSteps"]
 

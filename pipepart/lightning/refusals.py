@@ -6,14 +6,13 @@ Each check reads only values that are equal in every process, so that all ranks 
 from __future__ import annotations
 
 import inspect
-from typing import Any
-
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from typing import TYPE_CHECKING, Any
 
 from pipepart.errors import ConfigError
+from pipepart.lightning.namespaces import either, of, overridden, package_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["check_module", "check_optimizers", "check_trainer"]
 
@@ -24,11 +23,12 @@ _CALLBACKS = {
     "BatchSizeFinder": "it finds the batch size by running out of memory, which would end only one stage of several. "
     "Plan for a memory limit instead (pipepart plan)",
 }
-_PRECISIONS = (MixedPrecision, HalfPrecision, DoublePrecision)
+_PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 
 
 def check_trainer(trainer: Trainer) -> None:
     """Refuse features of the Trainer, for every kind of run."""
+    _check_namespaces(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind in type(callback).__mro__:
             if kind.__name__ in _CALLBACKS and kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
@@ -36,7 +36,7 @@ def check_trainer(trainer: Trainer) -> None:
                     f"the callback {type(callback).__name__} does not work in a pipeline: {_CALLBACKS[kind.__name__]}."
                 )
     plugin = trainer.precision_plugin
-    if type(plugin) is not Precision and type(plugin) not in _PRECISIONS:
+    if all(type(plugin) is not getattr(of(trainer), name) for name in _PRECISIONS):
         raise ConfigError(
             f"the precision plugin {type(plugin).__name__} is not supported in a pipeline. Use '32-true', 'bf16-mixed', "
             "'16-mixed', 'bf16-true', '16-true' or '64-true'."
@@ -48,6 +48,20 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
+def _check_namespaces(trainer: Trainer) -> None:
+    """Refuse callbacks and data modules of the other namespace, which the trainer would treat as unknown objects."""
+    own = of(trainer)
+    found = [(callback, "Callback") for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    found.append((getattr(trainer, "datamodule", None), "LightningDataModule"))
+    for thing, base in found:
+        package = package_of(thing)
+        if package is not None and not isinstance(thing, getattr(own, base)):
+            raise ConfigError(
+                f"{type(thing).__name__} is a {base} of {package}, and the Trainer is that of {own.pytorch}. Their classes "
+                f"are different ones: import all from the same package, {own.pytorch}."
+            )
+
+
 def check_module(module: LightningModule) -> None:
     """Refuse modules that cannot be trained in a pipeline."""
     name = type(module).__name__
@@ -56,12 +70,12 @@ def check_module(module: LightningModule) -> None:
             f"{name} uses manual optimization (automatic_optimization=False). A pipeline runs forward and backward of all "
             "micro-batches itself, so it needs automatic optimization: return the loss from training_step."
         )
-    if is_overridden("backward", module, LightningModule):
+    if overridden("backward", module, "LightningModule"):
         raise ConfigError(
             f"{name} overrides backward(). The backward of a pipeline runs inside its schedule, so that method would never be "
             "called: move its code to training_step (scaling the loss) or on_after_backward (changing gradients)."
         )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+    if of(module).is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigError(
             f"{name}.training_step takes dataloader_iter. A pipeline splits batches into micro-batches itself: "
             "use training_step(self, batch, batch_idx)."
@@ -84,7 +98,7 @@ def check_optimizers(optimizers: list[Any], precision: Any) -> None:
             raise ConfigError(
                 "SparseAdam needs sparse gradients, which stages do not exchange: use sparse=False and Adam."
             )
-        scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        scaled = isinstance(precision, either("MixedPrecision")) and precision.scaler is not None
         if scaled and "grad_scaler" in inspect.signature(optimizer.step).parameters:
             raise ConfigError(
                 f"{type(optimizer).__name__}.step takes grad_scaler: it decides by the gradients of its own stage whether "

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torchmetrics import Metric, MetricCollection
 
 from pipepart.build.batch_verdict import SamplesMeet
@@ -24,6 +23,9 @@ from pipepart.recording.inputs import trees
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.microbatch import MicrobatchSizes, add_up
 from pipepart.runtime.program import StepResult
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 __all__ = ["merge_values", "repeat_effects"]
 

@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, ModelSummary
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from pipepart.lightning.announce import tell
+from pipepart.lightning.namespaces import of
 from pipepart.recording.model_state.state import stand_ins
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["RunPatches", "Signals", "connect_callbacks"]
 
@@ -61,10 +62,11 @@ def connect_callbacks(trainer: Trainer, patches: RunPatches) -> None:
 
     Fine-tuning callbacks compare parameters by identity. Model summaries run the forward on shapes alone.
     """
+    own = of(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, BaseFinetuning):  # calls this method by the name of the class
-            patches.put(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in))
-        if isinstance(callback, ModelSummary):
+        if isinstance(callback, own.BaseFinetuning):  # calls this method by the name of the class
+            patches.put(own.BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in))
+        if isinstance(callback, own.ModelSummary):
             patches.put(callback, "_summary", partial(_summary, callback._summary))
 
 
@@ -156,13 +158,13 @@ class Signals:
     def _between_steps(self) -> None:
         self.agree("training_step")
         if self._trainer.received_sigterm:
-            raise SIGTERMException
+            raise of(self._trainer).SIGTERMException
 
     def save(self) -> None:
         """Save a checkpoint of the last finished step beside the others. All ranks must call it together."""
         trainer = self._trainer
-        callback = trainer.checkpoint_callback
-        if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
+        callback: Any = trainer.checkpoint_callback
+        if not isinstance(callback, of(trainer).ModelCheckpoint) or callback.dirpath is None:
             tell("pipepart: stopped by SIGTERM; nothing saved, since this run has no ModelCheckpoint")
             return
         path = Path(callback.dirpath) / f"sigterm-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"

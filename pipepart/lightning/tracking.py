@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
-__all__ = ["SafeWandbLogger", "log_files"]
+__all__ = ["SafeWandbLogger"]
 
 
 class SafeWandbLogger(WandbLogger):
@@ -42,17 +41,3 @@ class SafeWandbLogger(WandbLogger):
                 self._wandb_init.update(mode="offline")
                 os.environ["WANDB_MODE"] = "offline"
         return super().experiment
-
-
-@rank_zero_only
-def log_files(logger: WandbLogger, name: str, kind: str, files: dict[str, Path], metadata: dict[str, Any]) -> None:
-    """Log files as one artifact of the run. HTML pages are also shown as panels."""
-    import wandb
-
-    artifact = wandb.Artifact(name, type=kind, metadata=metadata)
-    for label, path in files.items():
-        artifact.add_file(str(path), name=label)
-    logger.experiment.log_artifact(artifact)
-    for label, path in files.items():
-        if path.suffix == ".html":
-            logger.experiment.log({f"pipepart/{Path(label).stem}": wandb.Html(path.read_text(), inject=False)})

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
 
 from pipepart.devices import move_module
 from pipepart.errors import PipelineError
 from pipepart.lightning.metrics import ConnectedMetrics
+from pipepart.lightning.namespaces import of
 from pipepart.lightning.optimizers import states_to_host
 from pipepart.lightning.ranks import Ranks
 from pipepart.runtime import StageRuntime
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 __all__ = ["Wholeness", "move_to_device"]
 
@@ -40,13 +41,13 @@ class _InParts:
 def move_to_device(module: nn.Module, device: torch.device) -> None:
     """Move a module. Tensors on the meta device stay there until they are filled; `Module.to` would raise for them."""
     move_module(module, device)
-    _update_properties(module, device=device)
+    of(module)._update_properties(module, device=device)
 
 
 def _to_host(runtime: StageRuntime) -> None:
     """Gather all values on every rank in host memory, one after the other: a device may be too small for all of them."""
     runtime.parts.make_whole(torch.device("cpu"))
-    _update_properties(runtime.root, device=torch.device("cpu"))
+    of(runtime.root)._update_properties(runtime.root, device=torch.device("cpu"))
 
 
 class Wholeness:
@@ -107,7 +108,7 @@ class Wholeness:
         runtime = self.runtime
         if runtime is None or self._ranks.groups is None or runtime.parts.whole:
             return
-        if module.trainer.state.status == TrainerStatus.INTERRUPTED:
+        if module.trainer.state.status == "interrupted":
             runtime.parts.lock("the run was interrupted")
             return
         if empty or self._after() == "parts":
