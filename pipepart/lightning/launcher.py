@@ -42,8 +42,12 @@ class Launcher(_SubprocessScriptLauncher):
     home: Any
     """The module of the launcher that this class derives from."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "procs": []}  # processes belong to this one, not to a copy
+
     def _call_children_scripts(self) -> None:
-        name_job(self.num_nodes)
+        if self.num_nodes * self.num_processes > 1:
+            name_job(self.num_nodes)
         patches, home = RunPatches(), self.home
         basic, with_hydra = home._basic_subprocess_cmd, home._hydra_subprocess_cmd
 
