@@ -42,9 +42,6 @@ class Launcher(_SubprocessScriptLauncher):
     home: Any
     """The module of the launcher that this class derives from."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "procs": []}  # processes belong to this one, not to a copy
-
     def _call_children_scripts(self) -> None:
         if self.num_nodes * self.num_processes > 1:
             name_job(self.num_nodes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,8 @@ class RecordedSteps:
         """
         trains = step == "training_step"
         first = Step(step, lambda example: self._record(step, step, example, loader), trains)
-        built = build(self._job, first if trains else replace(first, mode=self._module.eval), batch)
+        with _something_trained(self._module) if trains else nullcontext():
+            built = build(self._job, first if trains else replace(first, mode=self._module.eval), batch)
         self.runtime = built.runtime
         self.effects[step] = replace(self.effects[step], checked=built.samples.checked)
         key = _key(step, loader)
@@ -271,6 +273,25 @@ class RecordedSteps:
 def _key(step: str, loader: int | None) -> str:
     """The name of the recordings of a step: one for each loader, if the step gets its number."""
     return step if loader is None else f"{step}:{loader}"
+
+
+@contextmanager
+def _something_trained(module: LightningModule) -> Iterator[None]:
+    """Inside, all parameters are trained if the user has frozen all of them: a callback may thaw some when the fit starts.
+
+    The plan is made for that, and the first step is recorded again.
+    """
+    frozen = list(module.parameters())
+    if any(parameter.requires_grad for parameter in frozen):
+        frozen = []
+    changed = [parameter for parameter in frozen if parameter.is_floating_point() or parameter.is_complex()]
+    for parameter in changed:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(False)
 
 
 def _trainable(module: LightningModule) -> tuple[bool, ...]:

@@ -69,6 +69,8 @@ class RunParts:
     def __getstate__(self) -> dict[str, Any]:
         """All that a copy keeps. As in strategies of Lightning, it makes its wrappers of optimizers anew."""
         state = {name: value for name, value in vars(self).items() if name not in _NAMES}
+        if state.get("_launcher") is not None:  # its processes belong to this one
+            state["_launcher"] = "made anew"
         return {**state, "_lightning_optimizers": []} if "_lightning_optimizers" in state else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,6 +79,8 @@ class RunParts:
         own: Any = self
         if "_lightning_optimizers" in state:
             own.optimizers = own.optimizers
+        if state.get("_launcher") is not None:
+            own._configure_launcher()
 
     def __reduce__(self) -> Any:
         make, arguments, _ = super().__reduce__()  # type: ignore[misc]

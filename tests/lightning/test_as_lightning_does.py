@@ -274,3 +274,31 @@ def _interfaces() -> list[Any]:
 def test_interfaces_are_set_during_a_run_only() -> None:
     for seen in run_ranks(2, _interfaces):
         assert seen == [["lo", "lo"], [None, None], ["lo", "lo"]]
+
+
+# ---- parameters that are thawed when the fit starts
+
+
+def _thawed(devices: int) -> Any:
+    class Thaw(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 0:
+                self.make_trainable(pl_module.layer)
+
+    torch.manual_seed(0)
+    module = Backbone().double()
+    _, train, _ = build("boring")
+    options: dict[str, Any] = {"limit_train_batches": 2, "limit_val_batches": 0, "max_epochs": 1}
+    _trainer(devices, callbacks=[Thaw()], **options).fit(module, train)
+    return module.state_dict(), [name for name, p in module.named_parameters() if p.requires_grad]
+
+
+def test_all_parameters_are_frozen_when_the_run_is_set_up() -> None:
+    state, trained = _thawed(0)
+    assert len(trained) == 6
+    for mine, names in run_ranks(2, _thawed, 2):
+        assert names == trained
+        torch.testing.assert_close(mine, state, rtol=1e-9, atol=1e-12)
