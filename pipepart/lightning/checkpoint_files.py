@@ -1,7 +1,7 @@
 """Files of a checkpoint: written under a temporary name and renamed, and compared with their digests before they are read.
 
-A crash cannot leave a broken file. The manifest of a file is beside it (`NAME.ckpt.sha256`), that of a directory is inside
-(`manifest.json`).
+A crash cannot leave a broken file. A file holds its digest itself (`sealed_file`); that of the files of a directory is in its
+`manifest.json`. Earlier versions wrote a manifest beside a file, `NAME.ckpt.sha256`, which is still read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from pipepart.errors import PipepartError
 from pipepart.files import Field, load_json, write_whole
 from pipepart.lightning.namespaces import either, loaded
+from pipepart.lightning.sealed_file import fault_of_seal, seal
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -62,7 +63,7 @@ class Content:
 
 
 def manifest_of(checkpoint: Path) -> Path:
-    """The path of the manifest of a file or of a directory."""
+    """The path of the manifest of a directory, or of a file of an earlier version."""
     return checkpoint / _INSIDE if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.sha256")
 
 
@@ -126,12 +127,20 @@ def others_beside(damaged: Path) -> str:
     candidates = [path for path in damaged.parent.glob("*.ckpt") if path != damaged]
     for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
         try:
-            known = known_contents(path)
-            if all(known.values()) and not _fault(path, known):
+            if _is_intact(path):
                 return f" The newest intact checkpoint beside it: {path}"
         except (OSError, CheckpointError):
             continue
     return " There is no other intact checkpoint beside it."
+
+
+def _is_intact(checkpoint: Path) -> bool:
+    """Whether the checkpoint has a digest, and its content is the saved one."""
+    fault = None if checkpoint.is_dir() else fault_of_seal(checkpoint)
+    if fault is None:
+        known = known_contents(checkpoint)
+        return all(known.values()) and not _fault(checkpoint, known)
+    return not fault
 
 
 def _digest_of(path: Path) -> str:
@@ -155,11 +164,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class SafeCheckpointIO(CheckpointIO):
-    """Plain `.ckpt` files, each with a small manifest beside it, `NAME.ckpt.sha256`, that holds its size and digest.
-
-    The manifest holds the digest of the new content before the file is replaced, and that of the old content until then.
-    So the file is complete and has its digest in the manifest whenever the process ends.
-    """
+    """Plain `.ckpt` files, each with its digest inside. They are complete whenever the process ends."""
 
     def __init__(self) -> None:
         self._plain = loaded().TorchCheckpointIO()
@@ -179,15 +184,14 @@ class SafeCheckpointIO(CheckpointIO):
                 raise CheckpointError(
                     f"cannot write the checkpoint {target}: there is a directory of that name. Choose another name."
                 )
-            with open(part, "wb") as file:
+            with open(part, "w+b") as file:
                 torch.save(checkpoint, file)
+                seal(file)
                 file.flush()
                 os.fsync(file.fileno())
-            content = Content.of(part)
-            write_manifest(target, {target.name: [content, *_written_before(target)][:2]})
             os.replace(part, target)
-            with suppress(OSError):  # the checkpoint is there, and the manifest has its digest already
-                write_manifest(target, {target.name: [content]})
+            with suppress(OSError):
+                manifest_of(target).unlink(missing_ok=True)  # of an earlier version; the digest inside counts
             _sync_directory(target.parent)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             with suppress(OSError):
@@ -255,9 +259,14 @@ def safe_by_default(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def verify(path: Any) -> None:
-    """Compare a checkpoint file with its manifest. Files without a manifest (from elsewhere) pass."""
+    """Compare a checkpoint file with its digest. Files without one (from elsewhere) pass."""
     file = Path(path)
     if "://" in str(path) or not file.is_file():
+        return
+    fault = fault_of_seal(file)
+    if fault:
+        raise CheckpointError(f"the checkpoint {file} is damaged: {fault}.{others_beside(file)}")
+    if fault is not None:
         return
     contents = _written_before(file)
     if contents:

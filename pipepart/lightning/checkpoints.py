@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from pipepart.lightning import sharded as shards
@@ -38,6 +39,27 @@ class Checkpoints:
         """`sharded` returns whether each stage writes its own part. It is called for each checkpoint."""
         self._ranks, self._sharded = ranks, sharded
         self._patient: Groups | None = None
+        self._waiting: list[tuple[Mapping[str, Any], bool]] | None = None
+        """Models to load when the run is set up; None while it goes on."""
+
+    def await_setup(self) -> None:
+        """Begin a run. Until `load_waiting`, models are kept: Lightning restores them before the strategy is set up."""
+        self._waiting = []
+
+    def load_waiting(self, module: nn.Module, runtime: StageRuntime | None) -> None:
+        """Load the models that were kept, into the stage of this rank, or into a `module` that has no plan."""
+        waiting, self._waiting = self._waiting or [], None
+        for checkpoint, strict in waiting:
+            if runtime is not None:
+                self.load_model(checkpoint, runtime, strict)
+            elif "pipepart_shards" in checkpoint:
+                raise CheckpointError(
+                    f"the checkpoint {checkpoint['pipepart_shards']} cannot be loaded: this run has no batch to plan with, "
+                    "and stages load their own parts. Give the strategy `example_batch`, or convert the checkpoint with "
+                    "pipepart.consolidate."
+                )
+            else:
+                module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def prepare(self) -> None:
         """Make the groups of checkpoints before there is one: later the disk may be full, also for the store of the job."""
@@ -71,10 +93,16 @@ class Checkpoints:
         return own_optimizer_state(plain) if self._sharded() else full_optimizer_state(plain, runtime)
 
     def save(
-        self, checkpoint: dict[str, Any], path: Any, runtime: StageRuntime, io: CheckpointIO, storage_options: Any
+        self,
+        checkpoint: dict[str, Any],
+        path: Any,
+        runtime: StageRuntime | None,
+        io: CheckpointIO,
+        storage_options: Any,
     ) -> None:
         """Write a checkpoint. If one rank cannot write, all ranks raise."""
         if self._sharded():
+            assert runtime is not None
             groups = self._groups()
             shards.save(checkpoint, path, runtime, self._together, None if groups is None else groups.pipeline)
         else:
@@ -92,8 +120,12 @@ class Checkpoints:
             return shards.load_rest(path, weights_only)
         return io.load_checkpoint(path, weights_only=weights_only)
 
-    def load_model(self, checkpoint: Mapping[str, Any], runtime: StageRuntime, strict: bool) -> None:
+    def load_model(self, checkpoint: Mapping[str, Any], runtime: StageRuntime | None, strict: bool) -> None:
         """Load this stage's part of the model from a checkpoint that `load` has returned."""
+        if self._waiting is not None:
+            self._waiting.append((checkpoint, strict))
+            return
+        assert runtime is not None
         if "pipepart_shards" in checkpoint:
             shards.load_model(dict(checkpoint), runtime, strict)
         else:

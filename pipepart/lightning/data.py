@@ -24,7 +24,9 @@ __all__ = [
     "LoaderAround",
     "batches_ahead",
     "ends_together",
+    "loader_number",
     "needs_agreement",
+    "of_rank_zero",
     "prepare",
     "received",
     "reopen",
@@ -39,15 +41,22 @@ __all__ = [
 
 
 def shared_example(trainer: Trainer, given: Any, broadcast: Callable[[Any], Any]) -> Any:
-    """The batch to record with, on every rank: the `given` one, or the first batch of rank 0. Every rank must call it."""
-    example = given
-    if given is None:
-        loader = _open_loader(trainer)
-        example = _first_batch(trainer, loader) if trainer.is_global_zero else None
-    example = broadcast(example)
+    """The batch to record with, on every rank: the `given` one, or the first batch of rank 0. Every rank must call it.
+
+    None: this run has no loader, a limit of 0 batches, or an empty loader.
+    """
     if given is not None:
-        return trainer.strategy.batch_to_device(example)
-    return example if trainer.is_global_zero else received(trainer, example)
+        return trainer.strategy.batch_to_device(broadcast(given))
+    loader = _open_loader(trainer)
+    if loader is None:
+        return None
+    return of_rank_zero(trainer, _first_batch(trainer, loader) if trainer.is_global_zero else None, broadcast)
+
+
+def of_rank_zero(trainer: Trainer, batch: Any, broadcast: Callable[[Any], Any]) -> Any:
+    """The batch of rank 0, on every rank. Every rank must call it."""
+    batch = broadcast(batch)
+    return batch if batch is None or trainer.is_global_zero else received(trainer, batch)
 
 
 def received(trainer: Trainer, batch: Any) -> Any:
@@ -57,15 +66,22 @@ def received(trainer: Trainer, batch: Any) -> Any:
 
 
 def _open_loader(trainer: Trainer) -> Any:
-    """The loader that the trainer is about to run. Every rank must call it (Lightning waits for all)."""
+    """The loader that the trainer is about to run, if any. Every rank must call it (Lightning waits for all)."""
     loop: Any = trainer.fit_loop if trainer.state.fn == "fit" else trainer._active_loop
     loop.setup_data()
     loader = loop._combined_loader
-    if loader is None or not loader.flattened:
-        raise PlanError(
-            "there is no data to plan with: this run has no loader, or a limit of 0 batches. Give the strategy `example_batch`."
-        )
-    return loader
+    return None if loader is None or not loader.flattened else loader
+
+
+def loader_number(trainer: Trainer) -> int | None:
+    """The number of the loader of the first batch, if steps of this run get it: an evaluation of several, one by one."""
+    if trainer.state.fn == "fit":
+        return None
+    loop: Any = trainer._active_loop
+    loop.setup_data()
+    loader = loop._combined_loader
+    several = loader is not None and loader._mode == "sequential" and len(loader.flattened) > 1
+    return 0 if several else None
 
 
 def reopen(trainer: Trainer) -> None:
@@ -84,23 +100,20 @@ def steps_ahead(trainer: Trainer) -> float:
 
 
 def _first_batch(trainer: Trainer, loader: Any) -> Any:
-    """The first batch of a loader, as the step will receive it. The run still begins with this batch.
+    """The first batch of a loader, as the step will receive it; None if it has none. The run still begins with this batch.
 
     Random states (global ones, and the generators of loaders and samplers) and the positions of loaders that have one
     (`state_dict`, `load_state_dict`) are restored. A dataset that cannot be iterated twice loses the batch; such a run
     gives `example_batch` to the strategy instead.
     """
-    # Training takes one batch of every loader at once, evaluation one loader after the other.
-    fitting = trainer.state.fn == "fit"
+    # Training takes one batch of every loader at once, evaluation (if not told otherwise) one loader after the other.
+    at_once = loader._mode != "sequential"
     with isolate_rng(), _generators_kept(loader.flattened), _positions_kept(loader.flattened):
-        found = [next(iter(_unwrapped(one)), None) for one in (loader.flattened if fitting else loader.flattened[:1])]
+        found = [next(iter(_unwrapped(one)), None) for one in (loader.flattened if at_once else loader.flattened[:1])]
     if any(batch is None for batch in found):
-        raise PlanError(
-            "a loader of this run gave no batch, and planning needs one to know the shapes. Check the length of the dataset "
-            "(and drop_last), or give the strategy `example_batch`."
-        )
+        return None
     return prepare(
-        trainer, tree_unflatten(found, of(trainer)._tree_flatten(loader.iterables)[1]) if fitting else found[0]
+        trainer, tree_unflatten(found, of(trainer)._tree_flatten(loader.iterables)[1]) if at_once else found[0]
     )
 
 

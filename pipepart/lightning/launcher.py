@@ -43,7 +43,8 @@ class Launcher(_SubprocessScriptLauncher):
     """The module of the launcher that this class derives from."""
 
     def _call_children_scripts(self) -> None:
-        name_job(self.num_nodes)
+        if self.num_nodes * self.num_processes > 1:
+            name_job(self.num_nodes)
         patches, home = RunPatches(), self.home
         basic, with_hydra = home._basic_subprocess_cmd, home._hydra_subprocess_cmd
 

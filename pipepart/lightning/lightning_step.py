@@ -7,7 +7,7 @@ the graph, `trainer` is a view of the real one, and methods that belong to manua
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -88,14 +88,14 @@ def record_lightning_step(
         given["dataloader_idx"] = dataloader_idx
     given.update({name: _counter(module, name) for name in _COUNTERS})
     method = getattr(type(module), step)
-    names = list(inspect.signature(method).parameters)[1:]
+    passed = [name for name in ("batch_idx", "dataloader_idx") if name in given]
+    if not _takes_batch_idx(getattr(module, step)):
+        passed.remove("batch_idx")
 
     def run(own: Any, number: dict[str, Any]) -> tuple[Any, list[ExtraOutput]]:
-        named = {name: number[name] for name in ("batch_idx", "dataloader_idx") if name in names and name in number}
-        position = [number["batch_idx"]] if len(names) > 1 and "batch_idx" not in names else []
         counters = {name: number[name] for name in _COUNTERS}
         with _recording_view(module, counters, collected), collected.running(module, own):
-            result = collected.returned(getattr(module, step)(own, *position, **named))
+            result = collected.returned(getattr(module, step)(own, *(number[name] for name in passed)))
         return result, collected.extras
 
     recording = record_step(
@@ -107,6 +107,12 @@ def record_lightning_step(
             f"dict with one under 'loss'; got {recording.output_tree}"
         )
     return recording
+
+
+def _takes_batch_idx(step: Callable[..., Any]) -> bool:
+    """Whether Lightning passes `batch_idx` to a step: by this name, as a second argument of any name, or to `*args`."""
+    spec = inspect.getfullargspec(getattr(step, "__wrapped__", step))
+    return "batch_idx" in spec.args or spec.varargs is not None or len(spec.args) > 2
 
 
 def _counter(module: nn.Module, name: str) -> int:

@@ -29,6 +29,8 @@ def own_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     Parameters of other stages are in the groups too (on the meta device), so parameters have equal numbers everywhere.
     """
     state = optimizer.state_dict()
+    if "state" not in state:  # no optimizer: `configure_optimizers` has returned None
+        return state
     return {**state, "state": own_part(optimizer, state["state"])}
 
 
@@ -74,12 +76,17 @@ def gather_parts(part: dict[Any, Any], runtime: StageRuntime) -> dict[Any, Any] 
 def full_optimizer_state(optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
     """The state dict as on one device, on rank 0; empty elsewhere. Every rank must call it."""
     state = own_optimizer_state(optimizer)
+    if "state" not in state:
+        return state
     merged = gather_parts(state["state"], runtime)
     return {} if merged is None else {**state, "state": dict(sorted(merged.items()))}
 
 
 def load_full_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load the part of a whole state dict that belongs to the parameters on this rank."""
+    if "state" not in state:
+        optimizer.load_state_dict(state)
+        return
     own = own_part(optimizer, state["state"])
     # Copies, since the loaded tensors may be mapped from the file.
     own = trees.map_structure(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, own)

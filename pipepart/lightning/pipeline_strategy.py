@@ -18,25 +18,24 @@ from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.binding import BoundStrategy
 from pipepart.lightning.checkpoint_files import safe_by_default
-from pipepart.lightning.checkpoints import Checkpoints
-from pipepart.lightning.copied_ahead import BatchPlaces
-from pipepart.lightning.data import reopen, shared_example, steps_ahead
+from pipepart.lightning.data import loader_number, of_rank_zero, reopen, shared_example, steps_ahead
 from pipepart.lightning.kept_on_host import only_shapes, too_large
 from pipepart.lightning.launcher import launcher_for
 from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.namespaces import of
 from pipepart.lightning.random_states import isolate_rng
-from pipepart.lightning.ranks import RankCollectives, Ranks, device_of
+from pipepart.lightning.ranks import RankCollectives, device_of
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
-from pipepart.lightning.run_patches import RunPatches, Signals, connect_callbacks
+from pipepart.lightning.run_parts import RunParts
+from pipepart.lightning.run_patches import Signals, connect_callbacks
 from pipepart.lightning.strategy_options import StrategyOptions
-from pipepart.lightning.wholeness import Wholeness, move_to_device
+from pipepart.lightning.wholeness import move_to_device
 from pipepart.planning import Plan
 from pipepart.planning.request import ScheduleName
 from pipepart.recording.inputs.batching import BatchDim
-from pipepart.runtime import Mesh, StageRuntime
+from pipepart.runtime import Mesh
 from pipepart.runtime.failure import guarded
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _TRACED = frozenset({3, 10})
 """Traced steps of each fit: the first one after the warm-up, which short runs reach, and one with settled caches."""
 
 
-class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
+class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, ParallelStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -105,37 +104,12 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
         self._options = options
         self.num_nodes = 1
         self._layer_sync: Any = None  # set by the trainer for sync_batchnorm=True, which is refused
-        self._ranks = Ranks(options, lambda: self.num_nodes * self.num_processes, lambda: self.root_device)
-        self._whole = Wholeness(self._ranks, lambda: self.after)
-        self._checkpoints = Checkpoints(self._ranks, lambda: self.sharded)
-        self._batches = BatchPlaces(lambda: self._module_and_trainer()[1], self._whole)
-        self._patches = RunPatches()
-        self._steps: RecordedSteps | None = None
-        self._signals: Signals | None = None
-        self._scaling: LossScaling | None = None
-        self._opened = self._large = False
-        self._plan: Plan | None = None
+        self._make_parts()
         self.sharded, self.after = sharded, after
         self.step_times: list[float] = []
         """Seconds of each training step of the last fit on this rank, without the optimizer."""
         self.rehearsed: float | None = None
         """Seconds of a step in the rehearsal of the plan, if there was one."""
-
-    @property
-    def runtime(self) -> StageRuntime:
-        """The stage of this rank."""
-        if self._whole.runtime is None:
-            raise PlanError(
-                "the pipeline is not set up yet: it is planned when the trainer starts, on its first batch. Call fit, "
-                "validate, test or predict of the trainer first."
-            )
-        return self._whole.runtime
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that the runtime executes, with the time of its rehearsal in `plan.rehearsed`."""
-        plan = self.runtime.plan  # raises if the pipeline is not set up
-        return plan if self._plan is None else self._plan
 
     def whole_parameters(self, gradients: bool = False) -> AbstractContextManager[None]:
         """Inside, every rank has the values (and gradients) of all parameters and buffers. All ranks must enter together.
@@ -200,24 +174,25 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._whole.runtime is None and not self.sharded:  # before a run, and in a run without data
+            return super().lightning_module_state_dict()
         return self._checkpoints.model_state(self.runtime)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._whole.runtime is None and not self.sharded:
+            return super().optimizer_state(optimizer)
         return self._checkpoints.optimizer_state(optimizer, self.runtime)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._checkpoints.save(checkpoint, filepath, self.runtime, self.checkpoint_io, storage_options)
+        runtime = self.runtime if self.sharded else self._whole.runtime
+        self._checkpoints.save(checkpoint, filepath, runtime, self.checkpoint_io, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return self._checkpoints.load(checkpoint_path, self.checkpoint_io, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints.load_model(checkpoint, self.runtime, strict)
+        self._checkpoints.load_model(checkpoint, self._whole.runtime, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizers(checkpoint, self.optimizers)
@@ -246,6 +221,7 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
         check_trainer(trainer)
         if trainer.state.fn == "fit":
             check_module(module)
+        self._checkpoints.await_setup()
         super().setup_environment()
         local_device(
             self.local_rank, self.root_device
@@ -269,9 +245,11 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
         module, _ = self._module_and_trainer()
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
-        seed = torch.initial_seed()
+        self._seed = self.broadcast(torch.initial_seed())
+        if fitting:
+            self.step_times = []
         self._patches.undo()  # those of a run that has ended without a teardown
-        connect_callbacks(trainer, self._patches)
+        connect_callbacks(trainer, self._patches, self._ranks.gather)
         self._whole.enter(module, fitting)
         if self._whole.runtime is None:
             self._steps = None  # releases the runtime of an earlier run
@@ -279,13 +257,18 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
             match_device(self.precision_plugin, self.root_device)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
+            self._ranks.share_weights(module)
+            step = "training_step" if fitting else _EVALUATION[trainer.state.fn]
             with isolate_rng():  # random numbers that planning draws do not change those of the run
-                self._build(trainer, module, "training_step" if fitting else _EVALUATION[trainer.state.fn])
-        self.runtime.seeds.seed = self.broadcast(seed)
+                example = shared_example(trainer, self._options.example_batch, self.broadcast)
+                if example is not None:
+                    self._opened = self._options.example_batch is None and fitting
+                    self._build(trainer, module, step, example, loader_number(trainer))
+        if self._steps is not None:
+            self._steps.start(self.step_times, self._seed)
+        self._checkpoints.load_waiting(module, self._whole.runtime)
         self._signals = Signals(trainer, self._ranks.groups, self._patches)
         if fitting:
-            self.step_times = []
-            self._recorded.start_fit(self.step_times)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.precision_plugin)
             if trainer.checkpoint_callbacks:
@@ -300,18 +283,15 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
         if not self._large:
             move_to_device(self.model, self.root_device)
 
-    def _build(self, trainer: Trainer, module: LightningModule, step: str) -> None:
-        """Record the step on the first batch, agree on a plan, and keep this rank's stage."""
-        self._ranks.share_weights(module)
-        self._opened = self._options.example_batch is None and step == "training_step"
-        example = shared_example(trainer, self._options.example_batch, self.broadcast)
+    def _build(self, trainer: Trainer, module: LightningModule, step: str, example: Any, loader: int | None) -> None:
+        """Record the step on a batch, agree on a plan, and keep this rank's stage."""
         context, precision = self.precision_plugin.forward_context, str(trainer.precision)
         job = Job(
             module, self._options, self.mesh, self._ranks.groups, self.root_device, context=context, precision=precision
         )
         with only_shapes(module, self._large) as values:
             self._steps = steps = RecordedSteps(job, module)
-            built = steps.build(step, example)
+            built = steps.build(step, example, loader)
         self._whole.runtime = built.runtime
         if values is not None:
             values.give_back(built.runtime)
@@ -330,6 +310,20 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
 
     # ---- steps
 
+    def _planned_with(self, step: str, batch: Any, loader: int | None = None) -> RecordedSteps:
+        """The recorded steps. A run that was set up without data (`limit_train_batches=0`) is planned with this batch."""
+        if self._steps is None:
+            module, trainer = self._module_and_trainer()
+            with guarded(self._ranks.groups), isolate_rng():
+                self._build(trainer, module, step, of_rank_zero(trainer, batch, self.broadcast), loader)
+                self._recorded.start(self.step_times, self._seed)
+        elif step == "training_step" and step not in self._steps.variants:
+            raise PlanError(
+                "there was no training batch when the run was set up, so the pipeline was planned with an evaluation step. "
+                "Give the strategy `example_batch`, a batch of the training data."
+            )
+        return self._recorded
+
     @property
     def _recorded(self) -> RecordedSteps:
         assert self._steps is not None
@@ -337,7 +331,8 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
 
     def training_step(self, batch: Any, batch_idx: int = 0, *args: Any) -> Any:
         """Forward and backward of all micro-batches. The new gradients are kept apart until `backward` is called."""
-        return self._recorded.train(batch, batch_idx, 1.0 if self._scaling is None else self._scaling.factor())
+        steps = self._planned_with("training_step", batch)
+        return steps.train(batch, batch_idx, 1.0 if self._scaling is None else self._scaling.factor())
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Hand over the gradients where Lightning expects them. The backward itself has run in the schedule."""
@@ -356,7 +351,7 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
         return self._evaluate("predict_step", *args)
 
     def _evaluate(self, step: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        answer = self._recorded.evaluate(step, batch, batch_idx, dataloader_idx)
+        answer = self._planned_with(step, batch, dataloader_idx).evaluate(step, batch, batch_idx, dataloader_idx)
         if self._signals is not None:
             self._signals.agree(step)
         return answer
@@ -377,7 +372,8 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
             reopen(self._module_and_trainer()[1])
 
     def on_train_end(self) -> None:
-        tell(measured_against_predicted(self.plan, self.step_times))
+        if self._whole.runtime is not None:
+            tell(measured_against_predicted(self.plan, self.step_times))
 
     def on_exception(self, exception: BaseException) -> None:
         if (
@@ -392,6 +388,7 @@ class PipelineStrategy(BoundStrategy, RankCollectives, ParallelStrategy):
         """End a run. The base class would move the module to the CPU, which parameters of other stages do not support."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self._patches.undo()
+        self._ranks.leave()
         if self.lightning_module is not None and self._whole.runtime is not None:
             self._whole.leave(self.lightning_module, self.optimizers, self._recorded.empty and not self._large)
         self.cluster_environment.teardown()

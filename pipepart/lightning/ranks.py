@@ -22,7 +22,7 @@ from pipepart.parent import outlive_parent
 from pipepart.runtime import Groups, Mesh, fit_mesh
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
-from pipepart.runtime.rendezvous import meeting_store
+from pipepart.runtime.rendezvous import leave_environment, listen_locally, meeting_store
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.watcher import watch
 
@@ -73,17 +73,27 @@ class Ranks:
         return self._options.timeout
 
     def join(self, environment: ClusterEnvironment, device: torch.device, nodes: int) -> None:
-        """Connect this process with the others of the job. Every rank must call it. A second call changes nothing."""
+        """Connect this process with the others of the job. Every rank must call it. A second call changes nothing.
+
+        A job of one process has no group, as on one device: Lightning and torchmetrics ask for one to see whether to reduce.
+        """
         timeout, store = timedelta(seconds=self.timeout), None
+        if environment.world_size() == 1:
+            return
         if not dist.is_initialized():
             rank, world = environment.global_rank(), environment.world_size()
             address, port = environment.main_address, environment.main_port
             store = meeting_store(address, port, rank, world, timeout, one_host=nodes == 1)
+        listen_locally()
         with closed_to_strangers():
             of(environment)._init_dist_connection(environment, backend_for(device), timeout=timeout, store=store)
         if isinstance(environment, either("LightningEnvironment")):  # the launcher has tied this process to rank 0
             outlive_parent()
         _ = self._connected
+
+    def leave(self) -> None:
+        """End a run: the environment of this process is that of the user again."""
+        leave_environment()
 
     def describe_nodes(self, nodes: int) -> str:
         """The stages on each node, one line per node; empty for a single node.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +59,19 @@ class RecordedSteps:
         """Whether gradients of earlier batches are kept for the next batch, to make one step of the optimizer."""
         self._seconds: list[float] = []
 
-    def build(self, step: str, batch: Any) -> Built:
-        """Record the first step on a batch, agree on a plan, and keep this rank's stage. Every rank must call it."""
+    def build(self, step: str, batch: Any, loader: int | None = None) -> Built:
+        """Record the first step on a batch, agree on a plan, and keep this rank's stage. Every rank must call it.
+
+        `loader` is the number of the loader of the batch, if the step gets it.
+        """
         trains = step == "training_step"
-        first = Step(step, lambda example: self._record(step, step, example), trains)
-        built = build(self._job, first if trains else replace(first, mode=self._module.eval), batch)
+        first = Step(step, lambda example: self._record(step, step, example, loader), trains)
+        with _something_trained(self._module) if trains else nullcontext():
+            built = build(self._job, first if trains else replace(first, mode=self._module.eval), batch)
         self.runtime = built.runtime
         self.effects[step] = replace(self.effects[step], checked=built.samples.checked)
-        self.variants[step] = Variants(step, [step], 1)
+        key = _key(step, loader)
+        self.variants[key] = Variants(key, [step], 1)
         return built
 
     def describe(self, step: str, built: Built) -> str:
@@ -84,9 +90,10 @@ class RecordedSteps:
 
     # ---- steps
 
-    def start_fit(self, seconds: list[float]) -> None:
-        """Start a fit. The time of each training step, without the optimizer, is appended to `seconds`."""
+    def start(self, seconds: list[float], seed: int) -> None:
+        """Start a run. The time of each training step, without the optimizer, is appended to `seconds`."""
         self._seconds, self._continues = seconds, False
+        self.runtime.seeds.seed = seed
 
     def train(self, batch: Any, batch_idx: int, loss_scale: float) -> Any:
         """Forward and backward of all micro-batches, and the effects of the step. Returns its result."""
@@ -132,7 +139,7 @@ class RecordedSteps:
 
         If there is none, the step is recorded again. Every rank must call it.
         """
-        key = step if loader is None else f"{step}:{loader}"
+        key = _key(step, loader)
         variants = self.variants.setdefault(key, Variants(key))
         if step == "training_step" and _trainable(self._module) != self._trainable:
             variants.names = []  # a part was frozen or unfrozen (fine-tuning callbacks)
@@ -261,6 +268,30 @@ class RecordedSteps:
             return Whole(leaves, pieces, batch, lambda part: recording.flatten((part,), own))
 
         return flatten
+
+
+def _key(step: str, loader: int | None) -> str:
+    """The name of the recordings of a step: one for each loader, if the step gets its number."""
+    return step if loader is None else f"{step}:{loader}"
+
+
+@contextmanager
+def _something_trained(module: LightningModule) -> Iterator[None]:
+    """Inside, all parameters are trained if the user has frozen all of them: a callback may thaw some when the fit starts.
+
+    The plan is made for that, and the first step is recorded again.
+    """
+    frozen = list(module.parameters())
+    if any(parameter.requires_grad for parameter in frozen):
+        frozen = []
+    changed = [parameter for parameter in frozen if parameter.is_floating_point() or parameter.is_complex()]
+    for parameter in changed:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(False)
 
 
 def _trainable(module: LightningModule) -> tuple[bool, ...]:

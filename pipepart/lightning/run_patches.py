@@ -5,8 +5,9 @@ Here are those of fine-tuning callbacks, model summaries and signal handlers; `l
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,22 +58,51 @@ class RunPatches:
 # ---- callbacks
 
 
-def connect_callbacks(trainer: Trainer, patches: RunPatches) -> None:
+def connect_callbacks(trainer: Trainer, patches: RunPatches, gather: Callable[[Any], list[Any]]) -> None:
     """Let callbacks of Lightning work with parameters of other stages, which have no values.
 
-    Fine-tuning callbacks compare parameters by identity. Model summaries run the forward on shapes alone.
+    Fine-tuning callbacks compare parameters of several stages by their digests; ``gather(value)`` returns the values of all
+    ranks. Model summaries run the forward on shapes alone.
     """
     own = of(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, own.BaseFinetuning):  # calls this method by the name of the class
-            patches.put(own.BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in))
+            kind = own.BaseFinetuning
+            filtered = partial(_not_in, kind.filter_on_optimizer, trainer, gather)
+            patches.put(kind, "filter_on_optimizer", staticmethod(filtered))
         if isinstance(callback, own.ModelSummary):
             patches.put(callback, "_summary", partial(_summary, callback._summary))
 
 
-def _not_in(optimizer: Optimizer, params: Any) -> list[Any]:
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [p for p in params if id(p) not in known]
+def _not_in(
+    original: Callable[..., list[Any]],
+    trainer: Trainer,
+    gather: Callable[[Any], list[Any]],
+    optimizer: Optimizer,
+    params: Iterable[torch.Tensor],
+) -> list[Any]:
+    """The parameters whose values no parameter of the optimizer has, by the `original`, which compares values.
+
+    It is called for every optimizer of this process while a run goes on; for those of other trainers the original runs.
+    """
+    if all(own is not optimizer for own in trainer.optimizers):
+        return original(optimizer, params)
+    wanted = list(params)
+    known = [p for group in optimizer.param_groups for p in group["params"]]
+    found = gather([None if p.is_meta else _digest(p) for p in (*wanted, *known)])
+    digests = [next((d for d in one if d is not None), str(index)) for index, one in enumerate(zip(*found))]
+    numbers = {digest: torch.tensor(number) for number, digest in enumerate(dict.fromkeys(digests))}
+    places = [numbers[digest].clone() for digest in digests]
+    stand_in: Any = object.__new__(type(optimizer))
+    stand_in.param_groups = [{"params": places[len(wanted) :]}]
+    kept = {id(place) for place in original(stand_in, places[: len(wanted)])}
+    return [p for p, place in zip(wanted, places) if id(place) in kept]
+
+
+def _digest(parameter: torch.Tensor) -> str:
+    """The digest of the values of a tensor, its shape and its type."""
+    values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{tuple(parameter.shape)} {parameter.dtype} {hashlib.sha256(values.tobytes()).hexdigest()}"
 
 
 def _summary(original: Callable[..., Any], trainer: Trainer, pl_module: LightningModule) -> Any:

@@ -80,7 +80,7 @@ def save(
     tensors = {f"model.{name}": value for name, value in checkpoint["state_dict"].items()}
     plain: dict[tuple[int, int, str], Any] = {}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
-        for index, values in state["state"].items():
+        for index, values in state.get("state", {}).items():
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"optimizer.{number}.{index}.{key}"] = value.detach()
@@ -105,7 +105,9 @@ def save(
         if not first:
             return
         rest = {**checkpoint, "state_dict": {}, "pipepart_plain_state": every_plain}
-        rest["optimizer_states"] = [{**state, "state": {}} for state in checkpoint.get("optimizer_states", [])]
+        rest["optimizer_states"] = [
+            {**state, "state": {}} if "state" in state else state for state in checkpoint.get("optimizer_states", [])
+        ]
         with open(part / _REST, "wb") as file:
             torch.save(rest, file)
             file.flush()
@@ -215,6 +217,9 @@ def load_model(checkpoint: dict[str, Any], runtime: StageRuntime, strict: bool) 
 
 def load_optimizer(checkpoint: dict[str, Any], number: int, optimizer: Optimizer) -> None:
     """Read the states of the parameters on this rank."""
+    if "state" not in checkpoint["optimizer_states"][number]:
+        optimizer.load_state_dict(checkpoint["optimizer_states"][number])
+        return
     reader = ShardReader(checkpoint["pipepart_shards"])
     known = reader.read_metadata().state_dict_metadata
     found: dict[int, dict[str, str]] = {}

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipepart.devices import backend_for, computes_on_host
 from pipepart.errors import PlanError
 from pipepart.runtime.leaving import release_groups, released_with
-from pipepart.runtime.rendezvous import job_key, job_store
+from pipepart.runtime.rendezvous import job_key, job_store, locally
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.watching import Watching
 
@@ -232,7 +232,7 @@ def own_group(
     """Create one group for each list of ranks and return the one with `rank`, if any. All ranks must call it."""
     found: dist.ProcessGroup | None = None
     for ranks in all_ranks:
-        with unbound():
+        with unbound(), locally():
             group = dist.new_group(ranks, timeout=timeout, backend=backend)
         if rank in ranks:
             found = group

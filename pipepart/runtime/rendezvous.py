@@ -33,6 +33,9 @@ __all__ = [
     "job_key",
     "job_store",
     "join_job",
+    "leave_environment",
+    "listen_locally",
+    "locally",
     "meeting_store",
     "name_job",
     "processes_on_this_host",
@@ -45,6 +48,9 @@ _FOLDER = "PIPEPART_JOB"
 _TOKEN = "PIPEPART_TOKEN"
 """The variable with a secret of the user, equal on all hosts of a job. It is never sent."""
 _FILE = "store"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_chosen: dict[str, str] = {}
+"""The variables of interfaces that this process has set, since its job is on this host."""
 _RESOLVE = 5.0  # seconds in which the name of a host must resolve
 _opened: dict[str, dist.Store] = {}
 _jobs = ExitStack()
@@ -130,8 +136,8 @@ def meeting_store(
         check_host(address, _source_of_address())
         return _store_with_token(address, port, rank, size, timeout, elastic)
     if interface := _loopback_interface():
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, interface)
+        _chosen.update({name: interface for name in _INTERFACES if name not in os.environ})
+        listen_locally()
     if size == 1:
         return dist.HashStore()
     if folder is None:
@@ -140,6 +146,31 @@ def meeting_store(
     store = _file_store(folder)
     _arrive(store, folder, rank, size, timeout)
     return _numbered(store, rank)
+
+
+def listen_locally() -> None:
+    """Set the interfaces of a job on this host, as `meeting_store` has chosen them. NCCL reads them at its first use."""
+    for name, interface in _chosen.items():
+        os.environ.setdefault(name, interface)
+
+
+def leave_environment() -> None:
+    """Remove the interfaces that were set for a job on this host; those of the user stay."""
+    for name, interface in _chosen.items():
+        if os.environ.get(name) == interface:
+            del os.environ[name]
+
+
+@contextmanager
+def locally() -> Iterator[None]:
+    """Inside, groups are made on the interfaces of the job. Afterwards the environment is as before."""
+    absent = [name for name in _chosen if name not in os.environ]
+    listen_locally()
+    try:
+        yield
+    finally:
+        for name in absent:
+            os.environ.pop(name, None)
 
 
 def _job_around() -> str | None:

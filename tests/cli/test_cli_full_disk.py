@@ -23,11 +23,10 @@ from pathlib import Path
 from tools.bench.full_disk.runs import loaded_step, train
 root = Path(sys.argv[1])
 whole = train(root / "whole")
-names = [name.split(".")[0] + ("-manifest" if ".sha256" in name else "") for name in whole.writes]
+names = [name.split(".")[0] for name in whole.writes]
 last = len(names) - 1
 cases = {
     "checkpoint": last - names[::-1].index("checkpoints/last"),
-    "manifest": last - names[::-1].index("checkpoints/last-manifest"),
     "report": names.index("report"),
 }
 print(json.dumps({"case": "whole", "code": whole.code, "names": names, "step": loaded_step(root / "whole")}))
@@ -84,12 +83,11 @@ def test_full_disk_at_the_end(tmp_path: Path) -> None:
     assert failed["step"] == 4
     assert "last.ckpt could not be written" in failed["output"]
     assert "The previous checkpoint is untouched" in failed["output"]
-    for case in ("manifest", "report"):
-        row = found[case]
-        assert row["code"] == 0, row
-        assert row["step"] == 6
-        for name in ("report.html", "result.json"):
-            assert row["output"].count(f"{name} could not be written: ") == 1, row["output"]
+    row = found["report"]
+    assert row["code"] == 0, row
+    assert row["step"] == 6
+    for name in ("report.html", "result.json"):
+        assert row["output"].count(f"{name} could not be written: ") == 1, row["output"]
     assert [p.name for p in tmp_path.rglob("*.part")] == []
     assert not (tmp_path / "report" / "report.html").exists()
     assert os.path.exists(tmp_path / "report" / "plan.json")

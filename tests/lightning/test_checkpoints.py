@@ -25,6 +25,7 @@ from watching import QUIET, Notes
 from pipepart import PipelineStrategy
 from pipepart.lightning import WeightEMA, checkpoint_files, sharded
 from pipepart.lightning.checkpoint_files import CheckpointError, SafeCheckpointIO, manifest_of, verify
+from pipepart.lightning.sealed_file import fault_of_seal
 from pipepart.lightning.sharded import consolidate
 
 SHAPES = {"1": (1, 1), "2x1": (2, 2), "3x1": (3, 3), "2x2": (2, 4)}
@@ -148,7 +149,7 @@ def test_truncated_and_flipped_files_are_named(tmp_path) -> None:
     _flip(flipped)
     cut.write_bytes(cut.read_bytes()[:-100])
     with pytest.raises(
-        CheckpointError, match=rf"{cut.name} is damaged: it has .* bytes, and .* were written.*{good.name}"
+        CheckpointError, match=rf"{cut.name} is damaged: it has .* bytes, and its end is missing.*{good.name}"
     ):
         verify(cut)
     with pytest.raises(CheckpointError, match=f"{cut.name} cannot be read"):
@@ -157,7 +158,6 @@ def test_truncated_and_flipped_files_are_named(tmp_path) -> None:
         verify(flipped)
     io.remove_checkpoint(good)
     assert not good.exists()
-    assert not manifest_of(good).exists()
 
 
 def _as_before(path: Path) -> dict[str, Any]:
@@ -172,7 +172,11 @@ def _as_before(path: Path) -> dict[str, Any]:
 def test_manifests_written_before_are_read(tmp_path, kind: str) -> None:
     path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
     for one in (path, other):
-        SafeCheckpointIO().save_checkpoint(_content(1.0), one) if kind == "plain" else _shards(1.0, one)
+        if kind == "plain":
+            torch.save(_content(1.0), one)
+            checkpoint_files.write_manifest(one, {one.name: [checkpoint_files.Content.of(one)]})
+        else:
+            _shards(1.0, one)
         manifest_of(one).write_text(json.dumps(_as_before(one)))
         assert _value(one) == 1.0
     file = path if kind == "plain" else path / "rest.pt"
@@ -205,7 +209,7 @@ def test_full_disk_leaves_the_previous_one(tmp_path) -> None:
         io.save_checkpoint(_content(2.0), path)
     verify(path)
     assert io.load_checkpoint(path)["state_dict"]["weight"][0] == 1.0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "last.ckpt.sha256"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt"]
 
 
 def test_the_reason_of_a_failed_write() -> None:
@@ -257,7 +261,7 @@ def _dies(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
         monkeypatch.setattr(sharded, "_exchange", lambda a, b: False)
         at(os, "replace", lambda a, b: str(a).endswith(".ckpt.part"))
     else:
-        at(checkpoint_files, "write_manifest", lambda path, files: len(files[path.name]) == 1, after=True)
+        at(checkpoint_files, "_sync_directory", after=True)
         at(shutil, "rmtree", lambda path, **kwargs: str(path).endswith(".part") and sharded.is_sharded(path))
 
 
@@ -377,8 +381,7 @@ def _asynchronous(shape: str, folder: str) -> None:
 def test_asynchronous_saving(tmp_path) -> None:
     run_ranks(2, _asynchronous, "2x1", str(tmp_path))
     for path in (tmp_path / "epoch=0.ckpt", tmp_path / "epoch=1.ckpt"):
-        assert manifest_of(path).exists()
-        verify(path)
+        assert fault_of_seal(path) == ""
         build("gpt")[0].load_state_dict(torch.load(path, weights_only=True)["state_dict"])
 
 

@@ -162,7 +162,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "unfilled": (Unfilled, {}, "nothing fills them, such as layer.1.scale: Scale has no reset_parameters() that does"),
     "metric on meta": (EmptyMetric, {}, "the metric mean (MeanMetric) was built on the meta device"),
     "meta on one rank": (DifferentlyEmpty, {}, "with different parts on the meta device"),
-    "no batches": (Boring, {"limit_train_batches": 0}, "there is no data to plan with"),
     "no loss": (NoLoss, {}, "returned no loss"),
     "last stage": (RankFailure, {}, "7"),
 }

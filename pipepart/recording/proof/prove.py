@@ -119,8 +119,10 @@ class _Proof:
 
         This takes one more forward and backward of the model and of the recording. The inputs are results of an op,
         because only those may be changed in place if they require a gradient. `plain` is the outcome with the inputs as
-        they are.
+        they are. Without a gradient there, nothing runs backward, and none of an input is ever used.
         """
+        if plain.gradients is None:
+            return []
         given = [_differentiable(leaf) for leaf in leaves]
         if all(new is old for new, old in zip(given, leaves)):
             return []
