@@ -9,6 +9,8 @@ from tools.bench.lightning.modules_case import Cases
 __all__ = ["CASES", "load"]
 
 CASES = Cases()
+_SINGLE: dict[str, Any] = {"trainer": {"precision": "32-true"}, "relative": 1e-4}
+"""Features of molecules are of single precision."""
 _MOLECULES = [
     "CCO",
     "c1ccccc1",
@@ -59,40 +61,40 @@ def _numbers(tasks: int) -> Any:
     return np.random.default_rng(0).normal(size=(len(_MOLECULES), tasks))
 
 
-@CASES.add("chemprop.regression")
+@CASES.add("chemprop.regression", **_SINGLE)
 def _regression() -> None:
     _train("RegressionFFN", _numbers(1))
 
 
-@CASES.add("chemprop.missing_targets")
+@CASES.add("chemprop.missing_targets", **_SINGLE)
 def _missing() -> None:
     targets = _numbers(3)
     targets[::3, 1] = float("nan")
     _train("RegressionFFN", targets, agg="NormAggregation", n_tasks=3)
 
 
-@CASES.add("chemprop.atoms")
+@CASES.add("chemprop.atoms", **_SINGLE)
 def _atoms() -> None:
     _train("RegressionFFN", _numbers(1), passing="AtomMessagePassing", agg="SumAggregation")
 
 
-@CASES.add("chemprop.classification")
+@CASES.add("chemprop.classification", **_SINGLE)
 def _classification() -> None:
     _train("BinaryClassificationFFN", (_numbers(1) > 0).astype(float))
 
 
-@CASES.add("chemprop.multiclass")
+@CASES.add("chemprop.multiclass", **_SINGLE)
 def _multiclass() -> None:
     import numpy as np
 
     _train("MulticlassClassificationFFN", np.arange(len(_MOLECULES))[:, None] % 3.0, n_classes=3)
 
 
-@CASES.add("chemprop.mean_and_variance")
+@CASES.add("chemprop.mean_and_variance", **_SINGLE)
 def _mve() -> None:
     _train("MveFFN", _numbers(1))
 
 
-@CASES.add("chemprop.batch_norm", microbatches=1, remark="microbatches=1: batch norm")
+@CASES.add("chemprop.batch_norm", microbatches=1, remark="microbatches=1: batch norm", **_SINGLE)
 def _batch_norm() -> None:
     _train("RegressionFFN", _numbers(1), batch_norm=True)

@@ -17,6 +17,7 @@ _STATISTICS = {"microbatches": 1, "remark": "microbatches=1: batch norm"}
 
 def load() -> None:
     """Import the library, which needs torchvision for data only: a stub stands in."""
+
     stub_torchvision()
     import lightly.loss
     import lightly.models.modules

@@ -73,16 +73,18 @@ def _host(connection: Connection, module: str, names: list[str], timeout: float)
 
     torch.set_num_threads(1)
     declared = importlib.import_module(module)
-    cases, missing = declared.CASES, ""
+    cases, missing, state = declared.CASES, "", "missing"
     try:
         declared.load()  # once for all children
         for name in ("lightning.pytorch", "pytorch_lightning", "pipepart"):
             importlib.import_module(name)
     except ImportError as error:
         missing = str(error)
+    except Exception as error:
+        missing, state = f"{type(error).__name__}: {error}", "broken"
     for name in names:
         if missing:
-            connection.send(Row(name, "missing", [missing]))
+            connection.send(Row(name, state, [missing]))
             continue
         started = time.perf_counter()
         row = judge(cases[name], _answers(cases[name], timeout))

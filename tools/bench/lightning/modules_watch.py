@@ -44,6 +44,8 @@ def _watch(package: Any, record: Record, settings: dict[str, Any], strategy: Cal
     def make(self: Any, *args: Any, **given: Any) -> None:
         options = {**given, **{key: value for key, value in settings.items() if key in names}}
         options["callbacks"] = [*_as_list(given.get("callbacks")), callback()]
+        if any(isinstance(one, package.callbacks.ProgressBar) for one in options["callbacks"]):
+            options["enable_progress_bar"] = True
         options["logger"] = logger()
         if strategy is not None:
             options.update(strategy=strategy(), devices=2)
