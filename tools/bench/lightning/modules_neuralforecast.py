@@ -29,7 +29,7 @@ def _train(model: str, options: dict[str, Any]) -> None:
             "y": rng.normal(5, 1, 8 * length),
         }
     )
-    common = {"h": 4, "input_size": 8, "max_steps": 6, "val_check_steps": 3, "batch_size": 4}
+    common = {"h": 4, "input_size": 8, "max_steps": 6, "val_check_steps": 3, "batch_size": 4, "windows_batch_size": None}
     module = getattr(models, model)(**common, **options)
     NeuralForecast(models=[module], freq="D").fit(frame, val_size=4)
 
@@ -51,6 +51,6 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 for _name, (_model, _options) in _OPTIONS.items():
-    CASES.add(f"neuralforecast.{_name}", trainer={"max_epochs": None})(
+    CASES.add(f"neuralforecast.{_name}", trainer={"max_epochs": None}, remark="all windows, none drawn")(
         lambda model=_model, options=_options: _train(model, options)
     )
