@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ class Numbers:
             if law != "apart":
                 value = sums[text_of(node)] / (samples if law == "mean" else 1)
                 like = isinstance(part, torch.Tensor)
-                part = torch.tensor(value, dtype=part.dtype, device=part.device) if like else type(part)(value)
+                part = torch.full_like(part, value) if like else type(part)(value)
             found.append(part)
         return self._values(found)
 
@@ -270,11 +271,16 @@ def _summands(node: fx.Node, follow: Following) -> dict[fx.Node, str]:
             if any(origin.op == "placeholder" for origin in sources_of([source])):
                 parts[source] = "apart"  # a size of the batch other than its samples, equal for every part
             continue
-        meta = op_of(source)
-        if source.op == "placeholder" or not (meta.is_number or meta.shape == ()):
+        if source.op == "placeholder" or not _is_one_number(source, follow):
             raise Unknown(source, "it does not add up over batches")
         parts.update(_summands(source, follow))
     return parts
+
+
+def _is_one_number(node: fx.Node, follow: Following) -> bool:
+    """Whether a value is a number, or a tensor with one element at every number of samples."""
+    meta = op_of(node)
+    return meta.is_number or (meta.shape is not None and prod(meta.shape) == 1 and not follow.dims(node))
 
 
 def _law_over_batches(node: fx.Node, follow: Following) -> str | None:

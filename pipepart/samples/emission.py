@@ -155,6 +155,10 @@ class Emission:
 
     # ---- numbers
 
+    def announce(self, swap: Swap, scope: Scope) -> None:
+        """Add the number of a later swap to the inputs."""
+        self._number(swap.quantity, scope)
+
     def swap(self, swap: Swap, scope: Scope) -> None:
         """Let an op compute with a number of the whole batch instead of one of its arguments."""
         number = self._number(swap.quantity, scope)

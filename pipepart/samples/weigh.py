@@ -104,10 +104,15 @@ def weigh(
         assert loss.form is not None
         root = len(outputs)
         outputs.append(_Output(emission.write(loss.form, Scope.WINDOW if needs_window else Scope.ALL), "sum"))
-    for swap in dict.fromkeys(swap for one in outputs for swap in one.swaps):
-        emission.swap(swap, Scope.ALL if joint or rooted else Scope.OWN)
+    swaps = dict.fromkeys(swap for one in outputs for swap in one.swaps)
+    scope = Scope.ALL if joint or rooted else Scope.OWN
+    for swap in swaps:
+        emission.announce(swap, scope)
     quantities.take_checks()
+    # Numbers are computed on the whole batch, also by ops that get a number of the whole batch in micro-batches.
     numbers = Numbers(quantities, emission.inputs, next(iter(divided)) if len(divided) == 1 else None, replicas)
+    for swap in swaps:
+        emission.swap(swap, scope)
     forms = [part for one in outputs if one.form is not None for part in parts_of(one.form)]
     emission.finish([one.value for one in outputs], forms)
     added = {**quantities.origins, **emission.origins}

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -181,6 +182,25 @@ def test_python_decision_on_a_counter_is_guarded():
     body(*recording.flatten((pair(6),), {"batch_idx": 4}))
     with pytest.raises(GuardError, match=r"test_capture_step\.py:\d+"):
         body(*recording.flatten((pair(6),), {"batch_idx": 3}))
+
+
+def test_numbers_of_a_batch_inside_of_numpy_are_guarded():
+    """A position of a column in the batch, put into an array of positions (neuralforecast)."""
+
+    class Columns(Base):
+        def training_step(self, batch, batch_idx):
+            positions = np.append(batch["position"], [0])
+            return self.net[0](batch["x"])[:, positions].square().mean() * (np.float64(1.0) + batch_idx)
+
+    module = Columns()
+    recording = record_lightning_step(module, "training_step", {"x": pair(4)[0], "position": 1})
+    body = recording.graph_module()
+    x = pair(6)[0]
+    (loss,) = body(*recording.flatten(({"x": x, "position": 1},), {"batch_idx": 2}))
+    torch.testing.assert_close(loss, module.training_step({"x": x, "position": 1}, 2))
+    with pytest.raises(GuardError):
+        body(*recording.flatten(({"x": x, "position": 2},), {"batch_idx": 2}))
+
 
 
 def test_metrics_update_when_the_recorded_step_runs():

@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
@@ -121,6 +122,12 @@ class StepNumber(Tracked):
 
     __repr__ = __str__
 
+    __array_ufunc__ = None
+    """Arithmetic with numbers of NumPy is that of this class."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.concrete(), dtype=dtype)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         strip = pytree.tree_map_only(StepNumber, lambda number: number.value, (args, kwargs or {}))
@@ -188,6 +195,7 @@ def _looked_at(op: Callable[..., Any], a: Any, b: Any, result: bool) -> None:
 
 def derive(target: Callable[..., Any], *operands: Any) -> Any:
     """Return a number computed from tracked ones; it makes a node of its own when it is used."""
+    operands = tuple(operand.item() if isinstance(operand, np.number) else operand for operand in operands)
     value = target(*(plain(operand) for operand in operands))
     tracked = [operand for operand in operands if is_tracked(operand)]
     if not tracked or not isinstance(value, (int, float)) or isinstance(value, bool):

@@ -62,6 +62,16 @@ def _in_place(m: Any, o: Any, y: Any, mask: Any, s: Any) -> Any:
     return loss
 
 
+def _scaled(m: Any, o: Any, y: Any, mask: Any, s: Any) -> Any:
+    """Each sample divided by its mean, and by that of the batch where it has none (a scaler of GluonTS)."""
+    sums, counts = (s[..., 0] * mask).sum(1, keepdim=True), mask.sum(1, keepdim=True)
+    of_batch = torch.squeeze(sums.sum(0) / counts.sum(0).clamp(min=1))
+    scale = torch.where(counts > 0, sums / counts.clamp(min=1), of_batch)
+    if not (scale > 0).all():
+        raise ValueError("no sample has a scale")
+    return (o / scale[..., None] - s).square().mean()
+
+
 def _changes_labels(m: Any, o: Any, y: Any, mask: Any, s: Any) -> Any:
     y = y.clone()
     y[y == 2] = -1
@@ -175,6 +185,7 @@ FORMS: dict[str, Callable[..., Any]] = {
     "in place": _in_place,
     "labels changed": _changes_labels,
     "batch changed": _changes_batch,
+    "scaled by samples, or by the batch": _scaled,
     "lists": _listed,
     "logs": _with_logs,
 }  # fmt: skip
