@@ -10,9 +10,19 @@ from pipepart.lightning.ema import WeightEMA
 from pipepart.lightning.materialise import materialise
 from pipepart.lightning.monitor import PipelineMonitor
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
+from pipepart.lightning.safetensors_weights import SafetensorsWeights
 from pipepart.lightning.sharded import consolidate
+from pipepart.lightning.weights_folder import save_weights
 
-__all__ = ["PipelineMonitor", "PipelineStrategy", "WeightEMA", "consolidate", "materialise"]
+__all__ = [
+    "PipelineMonitor",
+    "PipelineStrategy",
+    "SafetensorsWeights",
+    "WeightEMA",
+    "consolidate",
+    "materialise",
+    "save_weights",
+]
 
 if PipelineStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(

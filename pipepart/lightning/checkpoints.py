@@ -73,7 +73,7 @@ class Checkpoints:
         """Write a checkpoint. If one rank cannot write, all ranks raise."""
         if self._sharded():
             groups = self._groups()
-            shards.save(checkpoint, path, runtime, self._together, None if groups is None else groups.pipeline)
+            shards.save(checkpoint, path, runtime, self.together, None if groups is None else groups.pipeline)
         else:
             self._on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
 
@@ -106,9 +106,9 @@ class Checkpoints:
 
     def _on_rank_zero(self, action: Callable[[], None]) -> None:
         first = self._ranks.groups is None or self._ranks.groups.rank == 0
-        self._together(action if first else lambda: None)
+        self.together(action if first else lambda: None)
 
-    def _together(self, action: Callable[[], None]) -> None:
+    def together(self, action: Callable[[], None]) -> None:
         """Run an action that may fail on one rank. If it does, all ranks raise the same message."""
         groups, failure = self._groups(), None
         try:
