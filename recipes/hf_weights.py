@@ -102,6 +102,9 @@ class HuggingFaceWeights(Mapping[str, "torch.Tensor | None"]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __getitem__(self, name: str) -> torch.Tensor | None:
         values = {alias: self._read(alias) for alias in self._names[name]}
         if not values:

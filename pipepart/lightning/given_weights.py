@@ -33,6 +33,7 @@ class GivenWeights:
             return
         self._values = self._collected(hook)
         self._names: dict[str, list[str]] = {}
+        self._given: set[str] = set()
         if self._values is not None:
             self._compare(root, self._values)
 
@@ -46,9 +47,10 @@ class GivenWeights:
     def _compare(self, root: nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
         """Find names that only one side has, among the tensors that this rank holds; the ranks together hold all of them."""
         missing, full = [], []
+        self._given = set(values)  # by its iterator: `in` of a plain Mapping reads the value
         for name, (tensor, names, saved) in _named(root).items():
             self._names[name] = names
-            given = [alias for alias in names if alias in values]
+            given = [alias for alias in names if alias in self._given]
             if tensor.is_meta and not isinstance(tensor, ForeignTensor) and saved and not given:
                 missing.append(name)
             if given and not tensor.is_meta:
@@ -64,7 +66,7 @@ class GivenWeights:
                 "device, or leave them out of the mapping"
             )
         known = {alias for names in self._names.values() for alias in names}
-        unexpected = [name for name in values if name not in known]
+        unexpected = sorted(self._given - known)
         if unexpected:
             self.faults.append(
                 f"the weights have {_listed(unexpected)}, which {self._root} does not have. Leave them out of the mapping, or "
@@ -75,7 +77,7 @@ class GivenWeights:
         """Copy the value of a parameter or buffer (by its first name) into its memory. False: the module fills it."""
         if self._values is None or self.faults:
             return False
-        aliases = [alias for alias in self._names[name] if alias in self._values]
+        aliases = [alias for alias in self._names[name] if alias in self._given]
         values: dict[str, torch.Tensor] = {}
         for alias in aliases:
             found = self._collected(lambda alias=alias: self._values[alias])  # type: ignore[misc,index]
