@@ -19,7 +19,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from pipepart.lightning import save_weights
 from recipes.adapters import adapted, merged, save_adapter
@@ -78,8 +78,8 @@ class FineTune(L.LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        source = start_folder() if self.pretrained is None else local_folder(self.pretrained)
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        self.source = start_folder() if self.pretrained is None else local_folder(self.pretrained)
+        config = AutoConfig.from_pretrained(self.source, local_files_only=True)
         self._check(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -89,7 +89,7 @@ class FineTune(L.LightningModule):
             _check_packing(model)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.weights = HuggingFaceWeights(source, model)
+        self.weights = HuggingFaceWeights(self.source, model)
         base = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self.model = adapted(model, self.lora) if self.lora["r"] else model
         self.model.train()
@@ -180,15 +180,16 @@ class FineTune(L.LightningModule):
             self.only_adapters = True
 
     def _write_others(self, folder: Path) -> None:
-        """The configuration of the model, and the tokenizer of the data."""
+        """The configuration of the model, and the tokenizer: that of the data, or that of the folder."""
         network: PreTrainedModel = self.model.get_base_model() if self.lora["r"] else self.model
         network.config.architectures = [type(network).__name__]
         network.config.save_pretrained(folder)
         if isinstance(getattr(network, "generation_config", None), GenerationConfig):
             network.generation_config.save_pretrained(folder)
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(self.source, local_files_only=True)
+        tokenizer.save_pretrained(folder)
 
 
 def _check_packing(model: PreTrainedModel) -> None:

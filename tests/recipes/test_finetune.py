@@ -69,7 +69,7 @@ def _parts(folder: str, case: dict[str, Any], out: str | None = None) -> tuple[A
 def _in_order(data: Any) -> Any:
     """The loader of the data, without shuffling."""
     data.setup("fit")
-    return data._loader(data.train[:20], shuffle=False)
+    return data._loader(data.train[:60], shuffle=False)
 
 
 class Losses(L.Callback):
