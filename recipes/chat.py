@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from recipes.hf_weights import local_folder
 from recipes.tiny_hf import start_folder
 
-__all__ = ["ChatData", "Conversation", "encode", "pack", "padded"]
+__all__ = ["ChatData", "Conversation", "encode", "pack", "packed", "padded"]
 
 _NOT_LEARNED = -100
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -180,20 +180,11 @@ class ChatData(L.LightningDataModule):
             )
 
     def _loader(self, conversations: list[Conversation], shuffle: bool) -> DataLoader:
-        if self.packing:
-            rows = pack(conversations, self.length)
-            return DataLoader(
-                rows,
-                self.batch_size,
-                shuffle,
-                collate_fn=lambda batch: packed(batch, self.fill, self.length),  # type: ignore[arg-type]
-            )
-        return DataLoader(
-            conversations,
-            self.batch_size,
-            shuffle,
-            collate_fn=lambda batch: padded(batch, self.fill, self.multiple),  # type: ignore[arg-type]
-        )
+        rows: Any = pack(conversations, self.length) if self.packing else conversations
+        return DataLoader(rows, self.batch_size, shuffle, collate_fn=self._batch)
+
+    def _batch(self, rows: Any) -> dict[str, torch.Tensor]:
+        return packed(rows, self.fill, self.length) if self.packing else padded(rows, self.fill, self.multiple)
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(self.train, shuffle=True)

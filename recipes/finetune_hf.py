@@ -135,12 +135,12 @@ class FineTune(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [p for p in self.parameters() if p.requires_grad]
         matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         return optimized([group for group in groups if group["params"]], self.optimizer, self.scheduler)
 
     # ---- checkpoints: with LoRA only the adapters, since the folder has the rest
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         state = super().state_dict(*args, **kwargs)
         if self.only_adapters and self.model is not None:
             for name in self.base_names:

@@ -56,7 +56,8 @@ class HuggingFaceWeights(Mapping[str, "torch.Tensor | None"]):
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         """For each name in the model the tensors in the files, with the pattern of the conversion that combines them."""
         self._unknown = [key for key in sorted(self.files, key=dot_natural_key) if not self._placed(key)]
-        model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # for writing it back
+        used = [entry for entry in conversions if entry.was_used()]
+        model._weight_conversions = used  # type: ignore[assignment]  # for writing it back
         self._names: dict[str, tuple[str, ...]] = {}
 
     def rename(self, root: nn.Module) -> None:
@@ -119,12 +120,12 @@ class HuggingFaceWeights(Mapping[str, "torch.Tensor | None"]):
         return values[first]
 
     def _read(self, name: str) -> torch.Tensor:
-        key, pattern = self._sources[name][0]
+        first, pattern = self._sources[name][0]
         if pattern is None:
-            return self._stored(key)
-        converter = deepcopy(self._converter(pattern))
-        for key, pattern in self._sources[name]:
-            converter.add_tensor(name, key, pattern, self._stored(key))
+            return self._stored(first)
+        converter: Any = deepcopy(self._converter(pattern))
+        for key, own_pattern in self._sources[name]:
+            converter.add_tensor(name, key, own_pattern, self._stored(key))
         found: Any = converter.convert(name, model=self._model, config=self._model.config)[name]
         return found[0] if isinstance(found, list) else found
 

@@ -107,7 +107,7 @@ def _file_name(number: int, total: int) -> str:
 
 def _write_index(part: Path, contents: list[tuple[str, str, int]]) -> None:
     """Write the index of the files, and check that this rank sees all of them."""
-    places = {}
+    places: dict[str, str] = {}
     for file, name, _ in contents:
         if name in places:
             raise CheckpointError(f"the tensor {name!r} is written by two stages ({places[name]} and {file})")

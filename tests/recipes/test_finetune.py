@@ -27,7 +27,7 @@ RATE = {"lr": 0.01, "weight_decay": 0.1}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"stages": 2, "model": {"gradient_checkpointing": True}, "data": {}},
     "qwen3": {"stages": 2, "model": {"lora_rank": 4}, "data": {"packing": True}},
-    "gpt2": {"stages": 3, "model": {}, "data": {"packing": True}},
+    "gpt2": {"stages": 2, "model": {}, "data": {"packing": True}},
     "gpt2 with adapters": {"stages": 2, "model": {"lora_rank": 3}, "data": {}},
 }
 QUIET: dict[str, Any] = {
@@ -184,7 +184,7 @@ def _adapters(folder: str, stages: int, runs: list[dict[str, Any]]) -> list[tupl
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_checkpoints_hold_adapters_only_and_resume(tmp_path: Path) -> None:
-    """Two steps on 2 stages and one more on 3 are three steps; the base weights come from their folder each time."""
+    """Two steps on 2 stages and one more on 1 are three steps; the base weights come from their folder each time."""
     folder, plain, shards = (
         str(_folder("gpt2", tmp_path / "base")),
         str(tmp_path / "one.ckpt"),
@@ -192,8 +192,7 @@ def test_checkpoints_hold_adapters_only_and_resume(tmp_path: Path) -> None:
     )
     runs = [{"steps": 3}, {"steps": 2, "save": [plain, shards]}]
     ((through, adapters), (begun, _)), _ = run_ranks(2, _adapters, folder, 2, runs)
-    answers = run_ranks(3, _adapters, folder, 3, [{"steps": 3, "resume": path} for path in (plain, shards)])
-    for resumed, _ in (run for answer in answers for run in answer):
+    for resumed, _ in _adapters(folder, 1, [{"steps": 3, "resume": path} for path in (plain, shards)]):
         assert begun + resumed == pytest.approx(through, rel=1e-9)
     consolidate(shards, tmp_path / "consolidated.ckpt")
     for path in (plain, tmp_path / "consolidated.ckpt"):
