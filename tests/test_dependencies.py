@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "PIL": "pillow"}
 """Where the name of a distribution is not that of its package."""
 OWN = {"pipepart", "recipes", "tools"}
-WITH_A_WORD = {"pillow", "transformers"}
+WITH_A_WORD = {"pillow", "transformers", "peft", "huggingface_hub"}
 """Recipes import these themselves and say what to install where they are missing, or are named after them."""
 
 

@@ -30,7 +30,8 @@ _NEEDED = {
     "wandb": "0.18",
 }
 _OPTIONAL = {
-    "transformers": 'recipe=llama_hf needs it: pip install "pipepart[zoo]"',
+    "transformers": 'recipe=llama_hf and finetune_hf need it: pip install "pipepart[finetune]"',
+    "peft": 'recipe=finetune_hf with LoRA needs it: pip install "pipepart[finetune]"',
     "hydra-submitit-launcher": 'launcher=slurm needs it: pip install "pipepart[slurm]"',
     "pillow": "reading picture files needs it: pip install pillow",
 }

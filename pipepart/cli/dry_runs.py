@@ -114,6 +114,8 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
 
     L.seed_everything(int(config["seed"]), verbose=False)
     module, data = build_recipe(config)
+    module.prepare_data()
+    module.configure_model()
     data.prepare_data()
     data.setup("fit")
     batch = next(iter(data.train_dataloader()), None)

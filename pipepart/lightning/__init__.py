@@ -9,6 +9,17 @@ from pipepart.lightning.materialise import materialise
 from pipepart.lightning.monitor import PipelineMonitor
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.lightning.registration import join
+from pipepart.lightning.safetensors_weights import SafetensorsWeights
 from pipepart.lightning.sharded import consolidate
+from pipepart.lightning.weights_folder import save_weights
 
-__all__ = ["PipelineMonitor", "PipelineStrategy", "WeightEMA", "consolidate", "join", "materialise"]
+__all__ = [
+    "PipelineMonitor",
+    "PipelineStrategy",
+    "SafetensorsWeights",
+    "WeightEMA",
+    "consolidate",
+    "join",
+    "materialise",
+    "save_weights",
+]

@@ -104,7 +104,7 @@ class Checkpoints:
         if self._sharded():
             assert runtime is not None
             groups = self._groups()
-            shards.save(checkpoint, path, runtime, self._together, None if groups is None else groups.pipeline)
+            shards.save(checkpoint, path, runtime, self.together, None if groups is None else groups.pipeline)
         else:
             self.on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
 
@@ -142,9 +142,9 @@ class Checkpoints:
     def on_rank_zero(self, action: Callable[[], None]) -> None:
         """Run an action on rank 0. If it fails, all ranks raise the same message."""
         first = self._ranks.groups is None or self._ranks.groups.rank == 0
-        self._together(action if first else lambda: None)
+        self.together(action if first else lambda: None)
 
-    def _together(self, action: Callable[[], None]) -> None:
+    def together(self, action: Callable[[], None]) -> None:
         """Run an action that may fail on one rank. If it does, all ranks raise the same message."""
         groups, failure = self._groups(), None
         try:

@@ -1,8 +1,9 @@
 """Models that are built on the meta device: each rank gives memory and values to the tensors that it holds.
 
-Values come from the modules themselves: `reset_parameters()`, as in torch.nn, then `_init_weights(module)` of the module
-around them, if there is one (the convention of many model libraries). Random numbers are seeded by the path of each
-module. So a value depends on the seed and on the name, not on the partition: the model is the same on any number of stages.
+Values come from the mapping that `configure_weights()` of the LightningModule returns, if it has this method. Other values
+come from the modules themselves: `reset_parameters()`, as in torch.nn, then `_init_weights(module)` of the module around them,
+if there is one (the convention of many model libraries). Random numbers are seeded by the path of each module. So a value
+depends on the seed and on the name, not on the partition: the model is the same on any number of stages.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from pipepart.errors import ConfigError
+from pipepart.lightning.given_weights import GivenWeights
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.runtime import StageRuntime
 
@@ -53,7 +55,11 @@ def materialise(root: nn.Module, seed: int | None = None, device: torch.device |
     The default of `seed` is the seed of torch (`torch.initial_seed()`, as `seed_everything` sets it).
     """
     check_can_be_filled(root)
-    _refuse_unfilled(root, _fill(root, None, torch.initial_seed() if seed is None else seed, torch.device(device)))
+    weights = GivenWeights(root)
+    weights.refuse([weights.faults])
+    unfilled = _fill(root, None, torch.initial_seed() if seed is None else seed, torch.device(device), weights)
+    weights.refuse([weights.faults])
+    _refuse_unfilled(root, unfilled)
 
 
 def fill_stage(
@@ -65,7 +71,10 @@ def fill_stage(
     unfilled.
     """
     root = runtime.root
-    unfilled = _fill(root, {*runtime.named_parameters(), *runtime.held_buffers}, seed, runtime.device)
+    weights = GivenWeights(root)
+    weights.refuse(gather(weights.faults))
+    unfilled = _fill(root, {*runtime.named_parameters(), *runtime.held_buffers}, seed, runtime.device, weights)
+    weights.refuse(gather(weights.faults))
     if from_checkpoint:
         saved = root.state_dict()
         unfilled = [name for name in unfilled if name not in saved]
@@ -73,7 +82,9 @@ def fill_stage(
     runtime.parts.drop_empty_buffers()
 
 
-def _fill(root: nn.Module, names: Collection[str] | None, seed: int, device: torch.device) -> list[str]:
+def _fill(
+    root: nn.Module, names: Collection[str] | None, seed: int, device: torch.device, weights: GivenWeights
+) -> list[str]:
     """Give memory and values to the empty tensors among `names` (None: to all). Returns the names that nothing has filled.
 
     Unfilled tensors hold NaN, or the smallest integer. Random states are restored.
@@ -85,11 +96,14 @@ def _fill(root: nn.Module, names: Collection[str] | None, seed: int, device: tor
     made: dict[int, torch.Tensor] = {}
     for module, key, tensor in _tensors(root):
         if born.get(id(tensor)) in wanted:
-            made.setdefault(id(tensor), _marked(tensor, device))
+            if id(tensor) not in made:
+                made[id(tensor)] = _marked(tensor, device)
             setattr(module, key, made[id(tensor)])
-    home = {id(tensor): born[key] for key, tensor in made.items()}
     versions = {id(tensor): tensor._version for tensor in made.values()}
     kept = list(made.values())  # so that no other tensor gets the identity of one of them
+    given = {key for key, tensor in made.items() if weights.fill(born[key], tensor)}
+    home = {id(tensor): born[key] for key, tensor in made.items() if key not in given}
+    wanted = list(home.values())
     with isolate_rng(), torch.no_grad(), device:
         for path, module in reversed(list(root.named_modules())):  # children before the modules around them
             prefix = f"{path}." if path else ""
@@ -113,7 +127,7 @@ def _refuse_unfilled(root: nn.Module, names: Collection[str]) -> None:
         f"{len(names)} parameters or buffers were built on the meta device and nothing fills them, such as {first}: "
         f"{type(owner).__name__} has no reset_parameters() that does. Write one (it sets the parameters and buffers of that "
         "module), or build this part outside of `torch.device('meta')`. Persistent ones may also come from a checkpoint "
-        "(`ckpt_path=`)."
+        "(`ckpt_path=`) or from the method configure_weights() of the LightningModule."
     )
 
 

@@ -83,7 +83,8 @@ class RunParts:
             own._configure_launcher()
 
     def __reduce__(self) -> Any:
-        make, arguments, _ = super().__reduce__()  # type: ignore[misc]
+        made: Any = super().__reduce__()
+        make, arguments, _ = made
         return make, arguments, self.__getstate__()
 
 

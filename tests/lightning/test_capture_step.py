@@ -202,7 +202,6 @@ def test_numbers_of_a_batch_inside_of_numpy_are_guarded():
         body(*recording.flatten(({"x": x, "position": 2},), {"batch_idx": 2}))
 
 
-
 def test_metrics_update_when_the_recorded_step_runs():
     class Metrics(Base):
         def __init__(self):

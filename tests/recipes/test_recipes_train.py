@@ -16,6 +16,7 @@ from pipepart.cli.groups import group_options
 SHORT = {  # steps, and what keeps a short run small
     "gpt": (12, ["model.depth=2", "model.width=32", "data.context=16", "data.characters=20000"]),
     "llama_hf": (12, ["model.depth=2", "model.width=32", "data.context=16", "data.characters=20000"]),
+    "finetune_hf": (12, ["data.length=48", "data.batch_size=8"]),
     "moe": (12, ["model.depth=2", "model.width=32", "data.context=16", "data.characters=20000"]),
     "vit": (30, ["model.depth=2", "model.width=32", "data.size=16", "data.samples=256"]),
     "resnet": (12, ["model.width=8", "data.size=16", "data.samples=256"]),
@@ -77,7 +78,7 @@ def test_two_stages(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_replicas_of_two_stages(recipe: str, tmp_path: Path) -> None:
-    if recipe == "llama_hf":
+    if recipe.endswith("_hf"):
         pytest.importorskip("transformers")
     result = _train(recipe, ["strategy=hybrid", "strategy.schedule=1f1b"], tmp_path / "run")
     assert (result["replicas"], result["stages"]) == (2, 2)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save as safetensors_bytes
 
 from pipepart import PipelineStrategy, capture, plan
 from pipepart.cli.config import checked, compose_config, explaining
@@ -23,6 +24,7 @@ from pipepart.cost.cluster import load_cluster
 from pipepart.cost.given import read_graph
 from pipepart.cost.op_costs import OpCosts, read_costs, write_costs
 from pipepart.lightning.checkpoint_files import Content, verify
+from pipepart.lightning.safetensors_weights import INDEX, SafetensorsWeights
 from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.machine import limits
 from pipepart.options import Options
@@ -53,6 +55,7 @@ _OPERATORS = {
     "nodes": [{"id": number, **_NODE} for number in range(3)],
     "edges": [{"sourceId": 0, "destId": 1, "cost": 0.5}, {"sourceId": 1, "destId": 2, "cost": 0.25}],
 }
+_INDEX = {"metadata": {"total_size": 40}, "weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors"}}
 _PROFILE = b"""\
 node2 -- Linear(2, 2) -- forward_compute_time=2.0, backward_compute_time=4.0, activation_size=[16.0; 4.0], parameter_size=24.0
 node1 -- Input0 -- forward_compute_time=9.0, backward_compute_time=0.0, activation_size=8.0, parameter_size=0.0
@@ -132,6 +135,9 @@ def _reader_parts(folder: Path) -> list[Part]:
     reason = {"rank": 1, "when": 2.5, "echo": False, "known": True, "text": "lost", "where": "here"}
     logs = folder / "logs"
     logs.mkdir()
+    weights, content = folder / "weights", safetensors_bytes({"a": torch.ones(2, 3), "b": torch.ones(4)})
+    weights.mkdir()
+    (weights / "model-1.safetensors").write_bytes(content)
     trace, graph = folder / "trace.json", folder / "graph.json"
     actions = to_csv(make_schedule("interleaved", stages=2, microbatches=4, chunks=2))
     by_file = {
@@ -162,6 +168,8 @@ def _reader_parts(folder: Path) -> list[Part]:
             lambda _: verify(manifest),
         ),
         _reader("reason of a rank", 15, logs / "failure-rank1.json", reason, lambda _: _shown_reasons(logs)),
+        _reader("index of weights", 10, weights / INDEX, _INDEX, lambda _: list(SafetensorsWeights(weights).values())),
+        _reader("weights", 10, folder / "w.safetensors", content, lambda p: list(SafetensorsWeights(p).values())),
         _reader("result", 15, folder / "result.json", {"metrics": {"loss": 1.0}}, lambda _: read_result(folder)),
     ]  # fmt: skip
 

@@ -29,7 +29,14 @@ def _train(model: str, options: dict[str, Any]) -> None:
             "y": rng.normal(5, 1, 8 * length),
         }
     )
-    common = {"h": 4, "input_size": 8, "max_steps": 6, "val_check_steps": 3, "batch_size": 4, "windows_batch_size": None}
+    common = {
+        "h": 4,
+        "input_size": 8,
+        "max_steps": 6,
+        "val_check_steps": 3,
+        "batch_size": 4,
+        "windows_batch_size": None,
+    }
     module = getattr(models, model)(**common, **options)
     NeuralForecast(models=[module], freq="D").fit(frame, val_size=4)
 
