@@ -181,7 +181,7 @@ class ChatData(L.LightningDataModule):
 
     def _loader(self, conversations: list[Conversation], shuffle: bool) -> DataLoader:
         rows: Any = pack(conversations, self.length) if self.packing else conversations
-        return DataLoader(rows, self.batch_size, shuffle, collate_fn=self._batch)
+        return DataLoader(rows, self.batch_size, shuffle=shuffle, collate_fn=self._batch)
 
     def _batch(self, rows: Any) -> dict[str, torch.Tensor]:
         return packed(rows, self.fill, self.length) if self.packing else padded(rows, self.fill, self.multiple)

@@ -78,7 +78,7 @@ class SafetensorsWeights(Mapping[str, torch.Tensor | None]):
             if self._open is None or self._open[0] != file:
                 self._open = file, _opened(file)
             found: torch.Tensor = self._open[1].get_tensor(stored)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError, ValueError) as error:
             raise ConfigError(f"{file}: the tensor {stored!r} cannot be read: {error}") from error
         self.bytes_read += found.nbytes
         return found
@@ -118,20 +118,20 @@ def _files_of(path: Path) -> dict[str, Path]:
 def _names_in(file: Path) -> list[str]:
     try:
         return list(_opened(file).keys())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError, ValueError) as error:
         raise ConfigError(f"{file} is not a readable safetensors file: {error}") from error
 
 
 def _indexed(folder: Path) -> dict[str, Path]:
     places = load_json(folder / INDEX, ConfigError).at("weight_map").read(Mapping[str, str])  # type: ignore[type-abstract]
-    files = {}
+    files: dict[str, Path] = {}
     for name, file in places.items():
         if Path(file).name != file:
             raise ConfigError(f"{folder / INDEX}: {shortened(file)} is not the name of a file in this folder.")
         files[name] = folder / file
-    for file in sorted(set(files.values())):
-        if not file.is_file():
-            raise ConfigError(
-                f"{folder / INDEX} names {file.name}, which is not in the folder: is a download incomplete?"
-            )
+    there = {entry.name for entry in folder.iterdir() if entry.is_file()}
+    if lost := sorted({file.name for file in files.values()} - there):
+        raise ConfigError(
+            f"{folder / INDEX} names {shortened(lost[0])}, which is not in the folder: is a download incomplete?"
+        )
     return files

@@ -181,7 +181,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model-1.safetensors: the tensor .* cannot be read"):
         list(weights.values())
     file.unlink()
-    with pytest.raises(ConfigError, match=r"names model-1.safetensors, which is not in the folder"):
+    with pytest.raises(ConfigError, match=r"names 'model-1.safetensors', which is not in the folder"):
         _source(str(folder))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(ConfigError, match="is not the name of a file in this folder"):
