@@ -95,6 +95,7 @@ class Runs:
                 [str(_ROOT), str(self._tests), *filter(None, [os.environ.get("PYTHONPATH")])]
             )
             command = [sys.executable, "-m", "pytest", *(f"tests_pytorch/{file}" for file in files), "-q"]
+            command += ["--continue-on-collection-errors"]
             command += ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "tools.bench.lightning.own_plugin"]
             with open(folder / "output", "wb") as output:
                 child = subprocess.Popen(

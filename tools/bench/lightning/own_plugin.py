@@ -32,6 +32,7 @@ def pytest_collection_finish(session: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
+    config.addinivalue_line("markers", "flaky: of a plugin that runs tests again, which is not needed here")
     if _GIVEN.get("layers"):
         _several_layers(int(_GIVEN["layers"]))
     if "report" in _GIVEN:
