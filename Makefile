@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env zoo-env train test test-fast lint types format bench clean
+.PHONY: help env zoo-env lightning-env train test test-fast lint types format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -32,6 +32,20 @@ $(ZOO)/.installed: pyproject.toml constraints.txt tools/bench/zoo/requirements.t
 	@touch $@
 
 zoo-env: $(ZOO)/.installed ## make the environment for the zoo of libraries in .venv-zoo
+
+# Libraries with LightningModules, likewise.
+LIGHTNING := .venv-lightning
+
+$(LIGHTNING)/.installed: pyproject.toml constraints.txt tools/bench/lightning/requirements.txt
+	@test -x $(LIGHTNING)/bin/python || $(PYTHON) -m venv $(LIGHTNING)
+	@echo "installing libraries with LightningModules into $(LIGHTNING) (once)"
+	@$(LIGHTNING)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(LIGHTNING)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(LIGHTNING)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt pytorch-lightning
+	@$(LIGHTNING)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tools/bench/lightning/requirements.txt
+	@touch $@
+
+lightning-env: $(LIGHTNING)/.installed ## make the environment for LightningModules of other libraries in .venv-lightning
 
 train: $(STAMP) ## train the default recipe on 2 stages; overrides: ARGS="strategy.schedule=gpipe"
 	@$(BIN)/pipepart train $(ARGS)
@@ -62,4 +76,4 @@ bench: $(STAMP) ## run the benchmarks
 	@$(BIN)/python -m tools.bench $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(ZOO) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(LIGHTNING) .pytest_cache .mypy_cache .ruff_cache .hypothesis

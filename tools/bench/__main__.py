@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 USUAL = ("schedules", "partition", "runtime")
-NEEDS = {"zoo": 'the extra "zoo": pip install -c constraints.txt -e ".[zoo]"'}
+NEEDS = {
+    "zoo": 'the extra "zoo": pip install -c constraints.txt -e ".[zoo]"',
+    "lightning": "the name of a part, and an environment of its own: make lightning-env",
+}
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ _STATISTICS = {"microbatches": 1, "remark": "microbatches=1: batch norm"}
 
 def load() -> None:
     """Import the library, which needs torchvision for data only: a stub stands in."""
-
+    importlib.import_module("pytorch_lightning")  # it and torchmetrics ask whether torchvision is there
     stub_torchvision()
     import lightly.loss
     import lightly.models.modules

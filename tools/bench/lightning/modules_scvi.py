@@ -9,8 +9,10 @@ from tools.bench.lightning.modules_case import Cases
 __all__ = ["CASES", "load"]
 
 CASES = Cases()
-_PLAIN = {"draws": True, "remark": "draws fixed"}
-_STATISTICS = {"draws": True, "microbatches": 1, "remark": "draws fixed; microbatches=1: batch norm"}
+_PLAIN: dict[str, Any] = {"draws": True, "remark": "draws fixed"}
+_STATISTICS: dict[str, Any] = {"draws": True, "microbatches": 1, "remark": "draws fixed; microbatches=1: batch norm"}
+_SINGLE: dict[str, Any] = {"trainer": {"precision": "32-true"}, "relative": 1e-4}
+"""For models that convert to single precision themselves."""
 _NO_STATISTICS = {"use_batch_norm": "none", "use_layer_norm": "both"}
 
 
@@ -46,7 +48,7 @@ def _scvi_plateau() -> None:
     _train("SCVI", options, plan_kwargs=plan, check_val_every_n_epoch=1)
 
 
-@CASES.add("scvi.linear", **_STATISTICS)
+@CASES.add("scvi.linear", **_STATISTICS, **_SINGLE)
 def _linear() -> None:
     _train("LinearSCVI", {"n_hidden": 16, "n_latent": 4, "dropout_rate": 0.0})
 
@@ -62,6 +64,6 @@ def _condscvi() -> None:
     _train("CondSCVI", {"n_hidden": 16, "n_latent": 4, "dropout_rate": 0.0}, {"labels_key": "labels"})
 
 
-@CASES.add("scvi.peakvi", **_STATISTICS)
+@CASES.add("scvi.peakvi", **_STATISTICS, **_SINGLE)
 def _peakvi() -> None:
     _train("PEAKVI", {"n_hidden": 16, "n_latent": 4, "dropout_rate": 0.0})
