@@ -22,6 +22,7 @@ class Classifier(pl.LightningModule):
             nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)
         )
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=4)
+        self.example_input_array = torch.zeros(2, 8, dtype=torch.float64)
         self.hooks: list[str] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,7 @@ def run(folder: str, epochs: int = 3, resume: str | None = None, own: Any = (), 
     ]
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=epochs, logger=CSVLogger(folder), callbacks=callbacks, enable_progress_bar=False,
-        enable_model_summary=False, gradient_clip_val=0.5, use_distributed_sampler=False, log_every_n_steps=1, **options,
+        gradient_clip_val=0.5, use_distributed_sampler=False, log_every_n_steps=1, **options,
     )  # fmt: skip
     trainer.fit(module, datamodule=Data(), ckpt_path=resume)
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}

@@ -113,11 +113,11 @@ def _both() -> list[Any]:
     callback = WeightEMA(0.5)
     data = Data()
     data.setup("fit")
-    old = pl.Trainer(strategy=strategies[0], devices=1, max_steps=2, callbacks=callback, **QUIET)
+    old = pl.Trainer(strategy=strategies[0], devices=1, max_steps=2, callbacks=callback, precision="64-true", **QUIET)
     new = L.Trainer(strategy=strategies[1], devices=1, max_steps=3, callbacks=WeightEMA(0.5), **QUIET)
     seen = [(_packages(s), isinstance(s, PipelineStrategy)) for s in strategies]
     new.fit(_Plain(), data.train_dataloader())
-    old.fit(Classifier().double(), data)
+    old.fit(Classifier(), data)
     mixed = [
         error_of(
             pl.Trainer(strategy="pipepart", devices=1, callbacks=[L.pytorch.callbacks.Timer()], **QUIET).fit,
@@ -173,33 +173,41 @@ def test_the_namespace_of_a_thing() -> None:
 
 
 ORDERS = {
-    "pytorch_lightning, then pipepart": "import pytorch_lightning as pl, pipepart",
-    "pipepart, then pytorch_lightning": "import pipepart, pytorch_lightning as pl",
-    "lightning": "import pipepart, lightning as pl",
+    "import pytorch_lightning as pl, pipepart": ["lightning_fabric", "pytorch_lightning"],
+    "import pipepart, pytorch_lightning as pl": ["lightning_fabric", "pytorch_lightning"],
+    "import pipepart, lightning.pytorch as pl": ["lightning"],
 }
+"""Imports of a program, and the packages of Lightning that are imported in the end."""
+SCRIPT = """
+import os, sys
+import torch, torchmetrics  # once for all children; neither imports Lightning
+
+def program(order):
+    names = {}
+    exec(order, names)
+    pl, pipepart = names["pl"], names["pipepart"]
+    before = pipepart.PipelineStrategy(stages=1)
+    given = {"accelerator": "cpu", "devices": 1, "logger": False, "callbacks": pipepart.WeightEMA()}
+    for strategy in (before, "pipepart"):
+        assert isinstance(pl.Trainer(strategy=strategy, **given).strategy, pl.strategies.Strategy)
+    roots = {name.partition(".")[0] for name in sys.modules}
+    print(order, sorted(roots & {"lightning", "pytorch_lightning", "lightning_fabric"}), sep=": ", flush=True)
+
+for order in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        program(order)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, order
+"""
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_only_the_package_of_the_user_is_imported(order: str) -> None:
-    script = f"""
-import sys
-{ORDERS[order]}
-before = pipepart.PipelineStrategy(stages=1)
-trainer = pl.Trainer(strategy=before, accelerator="cpu", devices=1, callbacks=pipepart.WeightEMA(), barebones=False)
-named = pl.Trainer(strategy="pipepart", accelerator="cpu", devices=1)
-assert all(isinstance(each.strategy, pl.strategies.Strategy if hasattr(pl, "strategies") else pl.pytorch.strategies.Strategy)
-           for each in (trainer, named))
-print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"lightning", "pytorch_lightning", "lightning_fabric"}}))
-"""
-    environment = job_environment()
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")])
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=100, env=environment
-    )
+def test_only_the_package_of_the_user_is_imported() -> None:
+    environment = job_environment(PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *ORDERS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
-    used = ["lightning"] if order == "lightning" else ["lightning_fabric", "pytorch_lightning"]
-    assert done.stdout.splitlines()[-1] == str(used)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("import ")]
+    assert lines == [f"{order}: {packages}" for order, packages in ORDERS.items()]
