@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +219,27 @@ def test_steps_of_a_lightning_module_and_batches_of_other_sizes() -> None:
     expected = _lit(0, 1)
     for found in run_ranks(2, _lit, 2, 2, timeout=150):
         assert found == pytest.approx(expected, rel=1e-10)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "fabric.md"
+
+
+def _page(folder: str) -> list[float]:
+    before = os.getcwd()
+    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    os.chdir(folder)
+    try:
+        exec(compile(program, str(PAGE), "exec"), names)
+    finally:
+        os.chdir(before)  # the process runs other tests
+    return [names["loss"].item(), float(names["correct"])]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_program_of_the_page(tmp_path: Path) -> None:
+    [first, second] = run_ranks(2, _page, str(tmp_path), timeout=150)
+    assert first == second and 0 < first[0] < 3 and 0 <= first[1] <= 64
+    saved = torch.load(tmp_path / "checkpoint.ckpt", weights_only=True)
+    assert saved["epoch"] == 1 and len(saved["model"]) == 6 and len(saved["optimizer"]["state"]) == 6
