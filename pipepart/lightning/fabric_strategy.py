@@ -76,6 +76,15 @@ class FabricMethods(FabricCheckpoints, _Base):
                     "checkpoints are plain files: leave it out."
                 )
 
+    @property
+    def runtime(self) -> StageRuntime:
+        """The stage of this rank."""
+        if self._whole.runtime is None:
+            raise PlanError(
+                "the pipeline is not set up yet: it is planned at the first call of a step. Call a step first."
+            )
+        return self._whole.runtime
+
     # ---- the step
 
     def step(self, function: Callable[..., Any]) -> StepFunction:

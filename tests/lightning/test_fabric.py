@@ -89,7 +89,8 @@ def _refused(stages: int, devices: int) -> dict[str, str]:
     def criterion(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    found = {"eager": error_of(lambda: criterion(model(x), y))}
+    early = error_of(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0))
+    found = {"early": early, "eager": error_of(lambda: criterion(model(x), y))}
     step = fabric.strategy.step(lambda x, y: criterion(model(x), y))
     loss = step(x, y)
     found["foreign"] = error_of(fabric.backward, torch.ones((), requires_grad=True) * 2)
@@ -121,7 +122,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         assert "@fabric.strategy.step" in found["eager"] and "Language was called outside of a step" in found["eager"]
         assert "comes from no step" in found["foreign"] and "handed over already" in found["twice"]
         assert "Call fabric.backward(loss)" in found["loss.backward()"]
-        assert "norm_type=1.0" in found["norm"]
+        assert "norm_type=1.0" in found["norm"] and "planned at the first call of a step" in found["early"]
         assert "second model" in found["second"]
         assert "returned no loss" in found["no loss"] and "torch.no_grad()" in found["no loss"]
         assert "closure" in found["closure"]
