@@ -32,7 +32,7 @@ def kind_in(own: type, *bases: type, before: tuple[type, ...] = ()) -> type:
 
 
 def _blank(own: type, bases: tuple[type, ...], before: tuple[type, ...]) -> Any:
-    return object.__new__(kind_in(own, *bases, before=before))
+    return object.__new__(kind_in(own, *bases, before=before) if bases else own)
 
 
 class BoundStrategy:
@@ -74,7 +74,7 @@ class BoundStrategy:
             self.begin_fabric()  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
-        bases = type(self).__bases__
+        bases = type(self).__bases__ if type(self) is not self.pipepart_own else (self.pipepart_own,)
         place = bases.index(self.pipepart_own)
         return _blank, (self.pipepart_own, bases[place + 1 :], bases[:place]), vars(self)
 

@@ -257,7 +257,8 @@ class FunctionSteps:
 class PipelinedModule(nn.Module):
     """The module that `fabric.setup` wraps. Its call outside of a step is an evaluation, or refused."""
 
-    def __init__(self, original: nn.Module, evaluate: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(self, original: nn.Module, evaluate: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """`evaluate` runs the module, or a method of it, as a pipeline."""
         super().__init__()
         self.original = original
         self._evaluate = evaluate
@@ -276,12 +277,24 @@ class PipelinedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.recording:
             return self.original(*args, **kwargs)
+        target, name = self._called()
         if torch.is_grad_enabled():
             raise ConfigError(
-                f"{type(self.original).__name__} was called outside of a step. A pipeline runs forward and backward of its "
+                f"{name} was called outside of a step. A pipeline runs forward and backward of its "
                 "micro-batches interleaved, so it needs the way from the batch to the loss as a function:\n\n"
                 "    @fabric.strategy.step\n    def step(x, y):\n        return criterion(model(x), y)\n\n"
                 "    loss = step(x, y)\n    fabric.backward(loss)\n\n"
                 "Inside `with torch.no_grad():` the module can be called as it is."
             )
-        return self._evaluate(args, kwargs)
+        return self._evaluate(target, args, kwargs)
+
+    def _called(self) -> tuple[Any, str]:
+        """What the user has called: the module, or a method, for whose call Fabric has replaced `forward`; and its name."""
+        name, replaced = type(self.original).__name__, vars(self.original).get("forward")
+        cells = getattr(replaced, "__closure__", None) or ()
+        inside = dict(zip(replaced.__code__.co_freevars, cells)) if replaced is not None and cells else {}
+        if not {"method_name", "original_forward"} <= inside.keys():
+            return self.original, name
+        method = inside["method_name"].cell_contents
+        self.original.forward = inside["original_forward"].cell_contents
+        return getattr(self.original, method), f"{name}.{method}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,17 @@ __all__ = ["FabricMethods"]
 _PRECISIONS = ("Precision", "HalfPrecision", "DoublePrecision", "MixedPrecision")
 
 
+_NOT_IN_A_STEP = {
+    "backward": "return the loss, and call fabric.backward(loss) after the step",
+    "log_dict": "return the value, and log it after the step (this holds for self.log of a LightningModule, too)",
+}
+"""Methods of Fabric that a step cannot call, since its Python code is not run again, and what to do instead."""
+
+
+def _refuse(name: str, instead: str, *args: Any, **kwargs: Any) -> Any:
+    raise ConfigError(f"the step calls fabric.{name}. Its code runs only while it is recorded: {instead}.")
+
+
 class FabricMethods(FabricCheckpoints, _Base):
     """Methods of the strategy that Fabric calls, in the place of those for a Trainer."""
 
@@ -63,6 +75,15 @@ class FabricMethods(FabricCheckpoints, _Base):
                     f"{option} is an option for a Trainer. Under Fabric the first call of a step is the example, and "
                     "checkpoints are plain files: leave it out."
                 )
+
+    @property
+    def runtime(self) -> StageRuntime:
+        """The stage of this rank."""
+        if self._whole.runtime is None:
+            raise PlanError(
+                "the pipeline is not set up yet: it is planned at the first call of a step. Call a step first."
+            )
+        return self._whole.runtime
 
     # ---- the step
 
@@ -133,27 +154,29 @@ class FabricMethods(FabricCheckpoints, _Base):
             return precision.convert_output(output)
 
         patches.put(wrapper, "forward", forward)
+        for name, instead in _NOT_IN_A_STEP.items():
+            patches.put(of(self).Fabric, name, partial(_refuse, name, instead))
         try:
             with module.open(), isolate_rng():  # random numbers that planning draws do not change those of the program
                 yield
         finally:
             patches.undo()
 
-    def _evaluate_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the module itself, for a program that calls it inside `torch.no_grad()`.
+    def _evaluate_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the module itself, or of a method, for a program that calls it inside `torch.no_grad()`.
 
         The wrapper of Fabric has turned on autocast, which keeps references to parameters. So it is turned on inside.
         """
-        assert self._module is not None
-        original, precision = self._module.original, self.precision
+        precision = self.precision
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with precision.forward_context():
-                return original(*args, **kwargs)
+                return target(*args, **kwargs)
 
         kind = self.root_device.type
         mixed = torch.is_autocast_enabled(kind)
-        step = StepFunction(self._run, forward if mixed else original, type(original).__name__)
+        name = getattr(target, "__qualname__", type(target).__name__)
+        step = StepFunction(self._run, forward if mixed else target, name)
         with torch.autocast(kind, enabled=False, cache_enabled=False) if mixed else nullcontext():
             return self._run(step, args, kwargs)
 

@@ -36,6 +36,7 @@ _NORMS = {
     ("lightning.pytorch.utilities.grads", "grad_norm"),
     ("lightning.fabric.utilities.grads", "grad_norm"),
     ("pytorch_lightning.utilities.grads", "grad_norm"),
+    ("lightning_fabric.utilities.grads", "grad_norm"),
 }
 """Functions that compute a norm over all gradients that they find, which would be the norm of one stage only."""
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from fabric_programs import accumulate, data, gathered, loader_of, make, one_device, train
+from fabric_programs import accumulate, data, gathered, loader_of, make, one_device, pipelined, train
 from lightning.fabric import Fabric
 from support.ranks import error_of, run_ranks
 from torch import nn
@@ -86,7 +89,8 @@ def _refused(stages: int, devices: int) -> dict[str, str]:
     def criterion(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    found = {"eager": error_of(lambda: criterion(model(x), y))}
+    early = error_of(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0))
+    found = {"early": early, "eager": error_of(lambda: criterion(model(x), y))}
     step = fabric.strategy.step(lambda x, y: criterion(model(x), y))
     loss = step(x, y)
     found["foreign"] = error_of(fabric.backward, torch.ones((), requires_grad=True) * 2)
@@ -95,6 +99,8 @@ def _refused(stages: int, devices: int) -> dict[str, str]:
     found["loss.backward()"] = error_of(step(x, y).backward)
     found["norm"] = error_of(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0))
     found["second"] = error_of(fabric.setup, nn.Linear(2, 2))
+    found["inside"] = error_of(fabric.strategy.step(lambda x, y: fabric.backward(criterion(model(x), y))), x, y)
+    found["log"] = error_of(fabric.strategy.step(lambda x, y: fabric.log("loss", criterion(model(x), y))), x, y)
     found["no loss"] = error_of(fabric.strategy.step(lambda x: model(x)), x)
     found["closure"] = error_of(optimizer.step, lambda: None)
     replica = fabric.strategy.distributed_sampler_kwargs["rank"] if devices > stages else 0
@@ -116,10 +122,12 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         assert "@fabric.strategy.step" in found["eager"] and "Language was called outside of a step" in found["eager"]
         assert "comes from no step" in found["foreign"] and "handed over already" in found["twice"]
         assert "Call fabric.backward(loss)" in found["loss.backward()"]
-        assert "norm_type=1.0" in found["norm"]
+        assert "norm_type=1.0" in found["norm"] and "planned at the first call of a step" in found["early"]
         assert "second model" in found["second"]
         assert "returned no loss" in found["no loss"] and "torch.no_grad()" in found["no loss"]
         assert "closure" in found["closure"]
+        assert "return the loss, and call fabric.backward(loss) after the step" in found["inside"]
+        assert "log it after the step" in found["log"]
         assert "different factors on the replicas" in found["factors"]
         assert "no_backward_sync" in found["not exchanged"]
         assert "sharded is an option for a Trainer" in found["options"]
@@ -168,3 +176,71 @@ def test_mixed_precision_the_other_package_and_the_whole_module(tmp_path: Path) 
         assert "lightning.fabric.strategies.parallel" not in answer["kinds"]
     for name, value in answers[0]["whole"].items():
         assert torch.equal(value, answers[1]["own"][name])
+
+
+class _Lit(L.LightningModule):
+    """A LightningModule under Fabric, whose steps take several arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    validation_step = training_step
+
+
+def _lit(stages: int, devices: int) -> list[float]:
+    fabric = _fabric(stages, devices) if stages else Fabric(accelerator="cpu", devices=1)
+    torch.manual_seed(3)
+    model, optimizer = fabric.setup(module := _Lit(), torch.optim.SGD(module.parameters(), 0.1, momentum=0.9))
+    x, y = torch.randn(10, 4, dtype=torch.float64), torch.randint(0, 3, (10,))
+    run = pipelined(fabric, lambda batch, number: model.training_step(batch, number))
+    found = []
+    for number, size in enumerate((8, 8, 5, 10)):
+        optimizer.zero_grad()
+        loss = run((x[:size], y[:size]), number)
+        fabric.backward(loss)
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found += [loss.item(), model.validation_step((x, y), number).item(), float(model(x).sum())]
+            found.append(float(run((x, y), number)))
+        model.train()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_steps_of_a_lightning_module_and_batches_of_other_sizes() -> None:
+    expected = _lit(0, 1)
+    for found in run_ranks(2, _lit, 2, 2, timeout=150):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "fabric.md"
+
+
+def _page(folder: str) -> list[float]:
+    before = os.getcwd()
+    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    os.chdir(folder)
+    try:
+        exec(compile(program, str(PAGE), "exec"), names)
+    finally:
+        os.chdir(before)  # the process runs other tests
+    return [names["loss"].item(), float(names["correct"])]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_program_of_the_page(tmp_path: Path) -> None:
+    [first, second] = run_ranks(2, _page, str(tmp_path), timeout=150)
+    assert first == second and 0 < first[0] < 3 and 0 <= first[1] <= 64
+    saved = torch.load(tmp_path / "checkpoint.ckpt", weights_only=True)
+    assert saved["epoch"] == 1 and len(saved["model"]) == 6 and len(saved["optimizer"]["state"]) == 6
