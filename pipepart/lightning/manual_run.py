@@ -113,7 +113,8 @@ class ManualSteps:
 
     def drop(self, name: str, runtime: StageRuntime) -> None:
         """Remove a recorded step."""
-        for key in self._scripts.pop(name).segments:
+        script = self._scripts.pop(name, None)
+        for key in () if script is None else script.segments:
             runtime.drop(key)
 
     # ---- a step

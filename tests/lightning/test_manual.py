@@ -9,13 +9,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from manual import MODULES, REFUSED, data
 from support.ranks import run_ranks
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from watching import QUIET, assert_same_run, run_fit
 
 from pipepart import PipelineStrategy
-from pipepart.errors import PipepartError
+from pipepart.errors import ConfigError, PipepartError
+from pipepart.lightning.refusals import check_module, check_optimizers
 
 EQUAL = ["Gan", "ToggledGan", "ActorCritic", "Adversary", "Accumulated"]
 DOUBLE = {"max_epochs": 1, "precision": "64-true"}
@@ -151,3 +153,25 @@ def test_what_cannot_be_cut_is_refused_by_name_on_all_ranks() -> None:
     for kind, words in REFUSED.items():
         assert words in first[kind.__name__], first[kind.__name__]
     assert first == second
+
+
+def test_refused_before_anything_is_recorded() -> None:
+    with torch.device("meta"):
+        module = MODULES["Gan"]()
+    with pytest.raises(ConfigError, match="built on the meta device"):
+        check_module(module)
+    optimizers = list(MODULES["Gan"]().configure_optimizers())
+    check_optimizers(optimizers, Precision(), automatic=False)
+    with pytest.raises(ConfigError, match="automatic optimization takes one"):
+        check_optimizers(optimizers, Precision(), automatic=True)
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(ConfigError, match="Use 'bf16-mixed'"):
+        check_optimizers(optimizers, scaled, automatic=False)
+
+
+def test_verify_says_that_it_is_not_possible(capfd) -> None:
+    strategy = PipelineStrategy(stages=1, microbatches=3, verify=True)
+    L.Trainer(strategy=strategy, devices=1, max_steps=1, **{**QUIET, **DOUBLE}).fit(MODULES["Gan"](), data(batches=1))
+    shown = "".join(capfd.readouterr())
+    assert "verify     not possible: the step runs its backwards and optimizers itself" in shown
+    assert "2 backward(s), run as 2 pipeline(s) over the same stages" in shown

@@ -76,7 +76,7 @@ def carried(self, z):
 
 def after(self, z):
     """A value of the updated networks."""
-    maker, judge = self.optimizers()
+    maker, _ = self.optimizers()
     self.manual_backward(self.judge(self.maker(z)).mean())
     maker.step()
     self.log("after", self.judge(self.maker(z)).mean())
