@@ -28,7 +28,7 @@ from pipepart.samples.batch_check import (
 from pipepart.samples.pieces import Pieces
 from pipepart.samples.tail import Refused, TailCut, cut_tail, persistent_writes
 
-__all__ = ["Samples", "SamplesMeet", "agree_on_samples", "container_of", "look_at_samples"]
+__all__ = ["Samples", "SamplesMeet", "agree_on_samples", "container_of", "look_at_samples", "together"]
 
 
 class SamplesMeet(UserWarning):
@@ -63,6 +63,15 @@ class Samples:
                 "combined within their micro-batch only)."
             )
         return options if options.schedule.endswith(".csv") else replace(options, schedule="gpipe")
+
+
+def together(verdicts: Sequence[Samples]) -> Samples:
+    """Return the verdict on a step that is run in segments, from those on the segments."""
+    if len(verdicts) == 1:
+        return verdicts[0]
+    text = "\n".join(dict.fromkeys(verdict.text for verdict in verdicts if verdict.text))
+    notes = dict.fromkeys(note for verdict in verdicts for note in verdict.notes)
+    return Samples(None, text, tuple(notes), all(verdict.checked for verdict in verdicts))
 
 
 def agree_on_samples(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +88,10 @@ class Step:
     trains: bool = True
     mode: Callable[[], Any] = lambda: None
     """Sets the mode of the model for this step; the modes of its modules are restored afterwards."""
+    segments: Callable[[], Sequence[Step]] | None = None
+    """Returns the segments of this step, which are run in its place, after it was recorded; None: it is run itself."""
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context in which the step is checked: only its own parameters are trained."""
 
 
 def example_microbatch(

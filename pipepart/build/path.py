@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipepart.build.agreement import agree_on_plan, prove_step
-from pipepart.build.batch_verdict import Samples, agree_on_samples
+from pipepart.build.batch_verdict import Samples, agree_on_samples, together
 from pipepart.build.foreign_collectives import collectives_refused
 from pipepart.build.job import Example, Job, Recorded, Step, example_microbatch
 from pipepart.build.verification import Reference, reference_of
@@ -64,25 +64,33 @@ def build(job: Job, step: Step, batch: Any, further: Sequence[Step] = ()) -> Bui
     """
     with _modes_kept(job.root):
         example, recorded = record_example(job, step, batch)
+        segments = () if step.segments is None else tuple(step.segments())
+        further = (*segments, *further)
         others = [_recorded(job, other, example) for other in further]
         step.mode()
-        samples = agree_on_samples(job, recorded, batch, example)
-        cuts = [agree_on_samples(job, other, batch, example).cut for other in others]
-        options, leaves = samples.options(job.options), recorded.recording.flatten(*job.arguments(example.batch))
+        samples = Samples() if segments else agree_on_samples(job, recorded, batch, example)
+        verdicts = [_agreed(job, other, found, batch, example) for other, found in zip(further, others)]
+        samples = together(verdicts[: len(segments)]) if segments else samples
+        options, leaves = job.options, recorded.recording.flatten(*job.arguments(example.batch))
+        for verdict in (samples, *verdicts[: len(segments)]):
+            options = verdict.options(options)
         plan, graph, costs = agree_on_plan(job, recorded.recording, leaves, options, example.sizes)
         for other, found in zip(further, others):
             other.mode()
             leaves = found.recording.flatten(*job.arguments(example.batch))
-            prove_step(job, found.recording, leaves, plan, graph, backward=other.trains)
+            with other.inside():
+                prove_step(job, found.recording, leaves, plan, graph, backward=other.trains)
         reference = None
-        if options.verify and step.trains:
+        if options.verify and segments:
+            reference = Reference(reason="the step runs its backwards and optimizers itself (manual optimization)")
+        elif options.verify and step.trains:
             reference = reference_of(
                 recorded.recording, *job.arguments(batch), plan.microbatches, job.context, example.pieces
             )
     planned = RecordedStep(step.name, recorded.recording, samples.cut, recorded.averaged)
     runtime = StageRuntime(StageInputs(job.root, plan, graph, planned, job.groups, job.device, options, costs))
-    for other, found, cut in zip(further, others, cuts):
-        runtime.add(RecordedStep(other.name, found.recording, cut, found.averaged))
+    for other, found, verdict in zip(further, others, verdicts):
+        runtime.add(RecordedStep(other.name, found.recording, verdict.cut, found.averaged))
     runtime.end_set_up()
     return Built(runtime, recorded, samples, example, reference)
 
@@ -95,11 +103,26 @@ def add_step(
     The model must be whole. `leaves` returns the leaves of the example for the recording.
     """
     recorded = step.record(example)
-    samples = agree_on_samples(job, recorded, batch, example, inside_replica=True)
-    found = leaves(recorded.recording)
-    prove_step(job, recorded.recording, found, runtime.plan, runtime.graph, step.trains, inside_replica=True)
-    runtime.add(RecordedStep(step.name, recorded.recording, samples.cut, recorded.averaged))
-    return recorded, samples
+    segments = () if step.segments is None else tuple(step.segments())
+    verdicts = []
+    for each in segments or (step,):
+        own = each.record(example) if segments else recorded
+        samples = _agreed(job, each, own, batch, example, inside_replica=True)
+        found = leaves(own.recording)
+        with each.inside():
+            prove_step(job, own.recording, found, runtime.plan, runtime.graph, each.trains, inside_replica=True)
+        runtime.add(RecordedStep(each.name, own.recording, samples.cut, own.averaged))
+        verdicts.append(samples)
+    if segments:  # the whole step is not run; its recording tells for which batches the segments hold
+        runtime.add(RecordedStep(step.name, recorded.recording))
+    return recorded, together(verdicts)
+
+
+def _agreed(
+    job: Job, step: Step, recorded: Recorded, batch: Any, example: Example, inside_replica: bool = False
+) -> Samples:
+    with step.inside():
+        return agree_on_samples(job, recorded, batch, example, inside_replica)
 
 
 @contextmanager

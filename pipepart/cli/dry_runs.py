@@ -126,7 +126,7 @@ def _recipe_step(config: dict[str, Any], options: Options, mesh: Mesh) -> _Step:
         )
 
     def record_as_in_a_run(found: Example) -> Recorded:
-        recording, _ = record_with_effects(
+        recording, *_ = record_with_effects(
             module, "training_step", found.batch, batching=found.batching, others=found.others
         )
         return Recorded(recording)

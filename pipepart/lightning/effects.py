@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from pipepart.errors import ConfigError
 from pipepart.lightning.lightning_step import Logs, detached, record_lightning_step, with_class
+from pipepart.lightning.manual_step import ManualNotes
 from pipepart.lightning.metrics import Later, metric_members, outer_metrics
 from pipepart.lightning.watched_containers import Path, Touched, Watched, text_of, watched_containers
 from pipepart.recording import ExtraOutput, Recording
@@ -33,6 +34,9 @@ __all__ = ["UNSEEN", "Effect", "Effects", "Follows", "Sizes", "follows", "record
 
 _KEY = "pipepart_effect"
 """The name under which an extra output has its effect, and the position of its value in the effect (None: no value)."""
+_ACT = "act"
+"""An act of manual optimization. It is part of the recording, so that all ranks notice if theirs differ; `ManualNotes`
+repeats it."""
 
 
 # ---- how a value follows the number of samples
@@ -182,12 +186,12 @@ class Effects:
 
 def record_with_effects(
     module: LightningModule, step: str, batch: Any, *, batching: Batching | None = None, **options: Any
-) -> tuple[Recording, Effects]:
-    """Record a step and its effects. The options are those of `record_lightning_step`."""
+) -> tuple[Recording, Effects, ManualNotes | None]:
+    """Record a step, its effects and its acts. The options are those of `record_lightning_step`."""
     watch = _Watch(module, batching)
     with watch.installed():
         recording = record_lightning_step(module, step, batch, batching=batching, logs=watch, **options)
-    return watch.finish(recording)
+    return *watch.finish(recording), watch.manual
 
 
 class _Watch(Logs):
@@ -244,6 +248,9 @@ class _Watch(Logs):
                 f"the step logs a metric as {name!r} that is not an attribute of the module. Make it an attribute (self.NAME)."
             )
 
+    def act(self, text: str) -> None:
+        self.note(_ACT, text, None)
+
     def returned(self, result: Any) -> Any:
         leaves, tree = trees.flatten(result)
         self.results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
@@ -295,7 +302,7 @@ class _Watch(Logs):
             else:
                 effect.outputs[position] = extra.output
                 effect.follows[position] = follows(self.seen[(effect.ordinal, position)])
-        ordered = tuple(found[key] for key in sorted(found))
+        ordered = tuple(found[key] for key in sorted(found) if found[key].kind != _ACT)
         separate = (i for effect in ordered if not _merges_as_mean(effect, recording) for i in effect.outputs.values())
         averaged = (i for e in ordered if e.is_mean and e.options.get("sync_dist") for i in e.outputs.values())
         recording = replace(recording, guards=recording.guards.without(self.touched.covers))

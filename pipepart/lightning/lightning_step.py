@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 from pipepart.errors import CaptureError
+from pipepart.lightning.manual_step import ManualNotes, OptimizerOutline
 from pipepart.recording import ExtraOutput, Recording, record_step
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.model_state.places import Place
@@ -29,7 +30,10 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _COUNTERS = ("global_step", "current_epoch")
 _OF_THE_RANK = {"is_global_zero": True, "global_rank": 0, "local_rank": 0, "node_rank": 0}
 """A step runs once over all stages, so it reads the values of a single process."""
-_MANUAL = ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer")
+_MANUAL = (
+    "manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
+    "clip_gradients",
+)  # fmt: skip
 _LOG_ARGUMENTS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
     "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
@@ -41,6 +45,8 @@ class Logs:
 
     def __init__(self) -> None:
         self.extras: list[ExtraOutput] = []
+        self.manual: ManualNotes | None = None
+        """The acts of a step that optimizes by itself."""
 
     @contextmanager
     def running(self, module: nn.Module, batch: Any) -> Iterator[None]:
@@ -51,6 +57,10 @@ class Logs:
     def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
         """Called for ``self.log(name, value, **options)`` in the step."""
         self.extras.append(ExtraOutput(name, detached(value), options))
+
+    def act(self, text: str) -> None:
+        """Called for each act of a step that optimizes by itself."""
+        self.extras.append(ExtraOutput(text, 0.0))
 
     def returned(self, result: Any) -> Any:
         """The result of the step as the recording returns it."""
@@ -68,21 +78,27 @@ def record_lightning_step(
     batching: Batching | None = None,
     others: Sequence[Any] = (),
     logs: Logs | None = None,
+    outline: OptimizerOutline | None = None,
 ) -> Recording:
     """Record ``training_step`` (or another step) of a LightningModule on an example batch.
 
     The leaves of the batch are inputs, and so are ``batch_idx``, ``dataloader_idx`` if it is given, ``global_step``,
     ``current_epoch``, and the numbers of the Python state at the places `numbers`. `batching` tells which leaves hold the
     samples; `others` are further batches, for batches from which no rows can be removed. `logs` makes the extra outputs.
+    A training step with manual optimization needs the `outline` of its optimizers; its result is then that of
+    `ManualNotes.result`.
     """
     if step not in _STEPS:
         raise CaptureError(f"unknown step {step!r}: expected one of {', '.join(_STEPS)}")
-    if getattr(module, "automatic_optimization", True) is False and step == "training_step":
-        raise CaptureError(
-            f"{type(module).__name__} has automatic_optimization=False. Manual optimization cannot be recorded, "
-            "since the step itself would run backward and the optimizer. Return the loss instead."
-        )
     collected = Logs() if logs is None else logs
+    notes: ManualNotes | None = None
+    if getattr(module, "automatic_optimization", True) is False and step == "training_step":
+        if outline is None:
+            raise CaptureError(
+                f"{type(module).__name__} has automatic_optimization=False: its step uses optimizers, which exist only inside "
+                "the fit of a Trainer. Its plan is made there (PipelineStrategy), and it cannot be captured or planned alone."
+            )
+        notes = collected.manual = ManualNotes(type(module).__name__, outline, collected.act)
     given = {"batch_idx": batch_idx}
     if dataloader_idx is not None:
         given["dataloader_idx"] = dataloader_idx
@@ -94,14 +110,16 @@ def record_lightning_step(
 
     def run(own: Any, number: dict[str, Any]) -> tuple[Any, list[ExtraOutput]]:
         counters = {name: number[name] for name in _COUNTERS}
-        with _recording_view(module, counters, collected), collected.running(module, own):
-            result = collected.returned(getattr(module, step)(own, *(number[name] for name in passed)))
+        with _recording_view(module, counters, collected, notes), collected.running(module, own):
+            with nullcontext() if notes is None else notes.running():
+                result = getattr(module, step)(own, *(number[name] for name in passed))
+                result = collected.returned(result if notes is None else notes.result(result))
         return result, collected.extras
 
     recording = record_step(
         module, step, run, batch, given, entry=method, numbers=numbers, batching=batching, others=others
     )
-    if step == "training_step" and recording.loss_index is None:
+    if step == "training_step" and recording.loss_index is None and notes is None:
         raise CaptureError(
             f"{type(module).__name__}.training_step returned no loss: expected a scalar tensor that requires grad, or a "
             f"dict with one under 'loss'; got {recording.output_tree}"
@@ -174,7 +192,9 @@ def with_class(thing: Any, members: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _recording_view(module: nn.Module, counters: Mapping[str, Any], logs: Logs) -> Iterator[None]:
+def _recording_view(
+    module: nn.Module, counters: Mapping[str, Any], logs: Logs, notes: ManualNotes | None
+) -> Iterator[None]:
     """Inside, the module has the members that its step sees while it is recorded."""
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -187,10 +207,12 @@ def _recording_view(module: nn.Module, counters: Mapping[str, Any], logs: Logs) 
         for name, value in dictionary.items():
             log(name, value, *args, **options)
 
-    view = _TrainerView(getattr(module, "_trainer", None), counters)
-    members: dict[str, Any] = {name: property(partial(_read, counters, name)) for name in counters}
+    now = counters if notes is None else _Counters(counters, notes)
+    view = _TrainerView(getattr(module, "_trainer", None), now)
+    members: dict[str, Any] = {name: property(partial(_read, now, name)) for name in counters}
     members["trainer"] = property(lambda self: view)
-    attributes = {"log": log, "log_dict": log_dict, **{name: partial(_refuse, name) for name in _MANUAL}}
+    acting = {name: partial(_refuse, name) for name in _MANUAL} if notes is None else notes.members()
+    attributes = {"log": log, "log_dict": log_dict, **acting}
     module.__dict__.update(attributes)
     try:
         with with_class(module, members):
@@ -198,6 +220,18 @@ def _recording_view(module: nn.Module, counters: Mapping[str, Any], logs: Logs) 
     finally:
         for name in attributes:
             module.__dict__.pop(name, None)
+
+
+class _Counters(dict[str, Any]):
+    """The counters of a step that optimizes by itself: each step of an optimizer counts as a global step."""
+
+    def __init__(self, counters: Mapping[str, Any], notes: ManualNotes) -> None:
+        super().__init__(counters)
+        self._notes = notes
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value + self._notes.steps if name == "global_step" and self._notes.steps else value
 
 
 def _read(counters: Mapping[str, Any], name: str, module: nn.Module) -> Any:

@@ -23,7 +23,7 @@ _HOMES = {
     "fabric.utilities.seed": ("_collect_rng_states", "_set_rng_states"),
     "pytorch": ("Callback", "LightningDataModule", "LightningModule", "Trainer"),
     "pytorch.callbacks": ("BaseFinetuning", "ModelCheckpoint", "ModelSummary"),
-    "pytorch.core.optimizer": ("LightningOptimizer",),
+    "pytorch.core.optimizer": ("LightningOptimizer", "_init_optimizers_and_lr_schedulers"),
     "pytorch.loggers": ("TensorBoardLogger", "WandbLogger"),
     "pytorch.plugins.io.wrapper": ("_WrappingCheckpointIO",),
     "pytorch.plugins.precision": ("DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision"),

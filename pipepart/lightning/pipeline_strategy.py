@@ -18,6 +18,7 @@ from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.binding import BoundStrategy
 from pipepart.lightning.checkpoint_files import safe_by_default
+from pipepart.lightning.clipping import connect_clipping
 from pipepart.lightning.data import loader_number, of_rank_zero, reopen, shared_example, steps_ahead
 from pipepart.lightning.kept_on_host import only_shapes, too_large
 from pipepart.lightning.launcher import launcher_for
@@ -270,12 +271,12 @@ class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, ParallelStrateg
         self._signals = Signals(trainer, self._ranks.groups, self._patches)
         if fitting:
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, self.precision_plugin)
+            check_optimizers(self.optimizers, self.precision_plugin, module.automatic_optimization)
             if trainer.checkpoint_callbacks:
                 self._checkpoints.prepare()
         self.setup_precision_plugin()
         self._scaling = LossScaling(self.precision_plugin, self._ranks.groups, self.root_device, self._patches)
-        self._patches.put(self.precision_plugin, "clip_grad_by_norm", self._clip_grad_by_norm)
+        connect_clipping(self.precision_plugin, lambda: self.runtime, self._patches)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -355,9 +356,6 @@ class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, ParallelStrateg
         if self._signals is not None:
             self._signals.agree(step)
         return answer
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.runtime.clip_grad_norm(list(self.precision_plugin.main_params(optimizer)), clip_val)
 
     def _module_and_trainer(self) -> tuple[LightningModule, Trainer]:
         assert self.lightning_module is not None

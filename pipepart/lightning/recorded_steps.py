@@ -19,6 +19,7 @@ from pipepart.errors import CaptureError
 from pipepart.lightning.announce import tell
 from pipepart.lightning.data import batches_ahead, prepare, received, why_not_ahead
 from pipepart.lightning.effects import Effects, record_with_effects
+from pipepart.lightning.manual_run import ManualSteps
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.repeat_effects import repeat_effects
 from pipepart.recording import Recording
@@ -55,6 +56,8 @@ class RecordedSteps:
         """The recordings of each step."""
         self.empty = bool(empty_names(module))
         """Whether the model was built on the meta device, so that no rank has ever held all of it."""
+        self._manual: ManualSteps | None = None
+        """The segments of training steps with manual optimization."""
         self._continues = False
         """Whether gradients of earlier batches are kept for the next batch, to make one step of the optimizer."""
         self._seconds: list[float] = []
@@ -65,19 +68,37 @@ class RecordedSteps:
         `loader` is the number of the loader of the batch, if the step gets it.
         """
         trains = step == "training_step"
-        first = Step(step, lambda example: self._record(step, step, example, loader), trains)
+        self._optimize_manually(step)
+        first = Step(
+            step, lambda example: self._record(step, step, example, loader), trains, segments=self._segments(step, step)
+        )
         with _something_trained(self._module) if trains else nullcontext():
             built = build(self._job, first if trains else replace(first, mode=self._module.eval), batch)
         self.runtime = built.runtime
         self.effects[step] = replace(self.effects[step], checked=built.samples.checked)
         key = _key(step, loader)
         self.variants[key] = Variants(key, [step], 1)
+        if first.segments is not None and self._manual is not None:
+            self._manual.check(step, built.runtime)
         return built
+
+    def _optimize_manually(self, step: str) -> None:
+        if step == "training_step" and not self._module.automatic_optimization and self._manual is None:
+            self._manual = ManualSteps(self._job, self._module)
+
+    def _segments(self, step: str, name: str) -> Callable[[], Sequence[Step]] | None:
+        """The segments of a recording of a step, once it is recorded; None for steps that are run as they are."""
+        manual = self._manual
+        if manual is None or step != "training_step":
+            return None
+        return lambda: manual.steps(name, self.effects)
 
     def describe(self, step: str, built: Built) -> str:
         """Notes on the recording and on its samples, and the verification if the option `verify` is set, as lines."""
         trainer, weighed, effects = self._module.trainer, self.runtime.weighed(step), self.effects[step]
         notes = built.notes
+        if self._manual is not None and step == "training_step":
+            notes += (self._manual.describe(step),)
         if trainer.accumulate_grad_batches > 1:
             notes += weighed.notes
             hook = why_not_ahead(trainer, self._module) if weighed.needs_window else ""
@@ -99,6 +120,8 @@ class RecordedSteps:
         """Forward and backward of all micro-batches, and the effects of the step. Returns its result."""
         trainer, runtime = self._module.trainer, self.runtime
         name, leaves = self._find("training_step", batch, batch_idx, None)
+        if self._manual is not None:
+            return self._act(self._manual, name, leaves)
         # Replicas exchange gradients once for each step of the optimizer; until then each keeps its own.
         accumulates = trainer.fit_loop._should_accumulate()
         ahead = [] if self._continues else self._leaves_ahead(name, batch_idx)
@@ -119,6 +142,14 @@ class RecordedSteps:
         self._continues = accumulates
         self._seconds.append(time.perf_counter() - started)
         return repeat_effects(self.effects[name], result, runtime.recording(name), self._module, runtime)
+
+    def _act(self, manual: ManualSteps, name: str, leaves: list[Any] | None) -> Any:
+        """Run a step with manual optimization: its segments, and its acts between them."""
+        trainer, runtime, effects = self._module.trainer, self.runtime, self.effects[name]
+        key = runtime.seeds.of_step("training_step", trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+        result = manual.train(name, runtime, leaves, key, effects)
+        self._seconds.append(manual.seconds)
+        return repeat_effects(effects, result, runtime.recording(name), self._module, runtime)["result"]
 
     def evaluate(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> Any:
         """Forward of all micro-batches, and the effects of the step. Returns its result."""
@@ -183,7 +214,7 @@ class RecordedSteps:
 
         None if there are few batches `ahead`, if the model has no values, or if the whole batch needs another recording.
         """
-        if self.empty or ahead < _WORTH_A_REHEARSAL:
+        if self.empty or ahead < _WORTH_A_REHEARSAL or self._manual is not None:
             return None
         name, leaves = self.variants["training_step"].choose(self._flatten(example, 0, None), self.runtime)
         if name is None:  # it is recorded when the batch is trained on
@@ -207,11 +238,14 @@ class RecordedSteps:
     ) -> Recorded:
         training = step == "training_step"
         with self._job.context(), torch.set_grad_enabled(training):
-            recording, effects = record_with_effects(
+            recording, effects, notes = record_with_effects(
                 self._module, step, example.batch, batch_idx=batch_idx, dataloader_idx=loader, numbers=numbers,
                 batching=example.batching, others=example.others,
+                outline=self._manual.outline if self._manual is not None else None,
             )  # fmt: skip
         self.effects[name] = effects
+        if notes is not None and self._manual is not None:
+            self._manual.cut(name, recording, notes, example.batch, self._numbers(batch_idx, loader))
         if training:
             self._trainable = _trainable(self._module)
         return Recorded(recording, effects.reduced_otherwise, effects.averaged)
@@ -219,6 +253,7 @@ class RecordedSteps:
     def _add(self, variants: Variants, step: str, batch: Any, batch_idx: int, loader: int | None) -> None:
         """Record a step when it is first needed, or once more, on the batch of the first stage of this replica."""
         name, runtime, groups = variants.new_name(), self.runtime, self._job.groups
+        self._optimize_manually(step)
         if groups is not None:
             with guarded(groups):
                 source = groups.rank_of_stage(runtime.plan.placement[0])
@@ -241,22 +276,31 @@ class RecordedSteps:
         # Tensors without values are recorded by their shapes.
         with runtime.parts.by_shapes() if self.empty else runtime.parts.gathered():
             leaves = self._flatten(part.batch, batch_idx, loader)
-            _, samples = add_step(self._job, runtime, Step(name, record, step == "training_step"), batch, part, leaves)
+            added = Step(name, record, step == "training_step", segments=self._segments(step, name))
+            _, samples = add_step(self._job, runtime, added, batch, part, leaves)
+        if added.segments is not None and self._manual is not None:
+            self._manual.check(name, runtime)
         self.effects[name] = replace(self.effects[name], checked=samples.checked)
         if samples.text:
             tell(f"pipepart: {type(self._module).__name__}.{name}{samples.lines}\n")
         for dropped in variants.added(name, runtime):
             del self.effects[dropped]
+            if added.segments is not None and self._manual is not None:
+                self._manual.drop(dropped, runtime)
 
-    def _flatten(self, batch: Any, batch_idx: int, loader: int | None) -> Callable[[Recording], list[Any]]:
-        """A function that returns the leaves of a batch and the numbers of its step, as a recording takes them."""
-        runtime, trainer = self.runtime, self._module.trainer
-        numbers = {
+    def _numbers(self, batch_idx: int, loader: int | None) -> dict[str, int]:
+        """The numbers of a step, by the names of their inputs."""
+        trainer = self._module.trainer
+        return {
             "batch_idx": batch_idx,
             "global_step": trainer.global_step,
             "current_epoch": trainer.current_epoch,
             "dataloader_idx": loader or 0,
         }
+
+    def _flatten(self, batch: Any, batch_idx: int, loader: int | None) -> Callable[[Recording], list[Any]]:
+        """A function that returns the leaves of a batch and the numbers of its step, as a recording takes them."""
+        runtime, numbers = self.runtime, self._numbers(batch_idx, loader)
 
         def flatten(recording: Recording) -> list[Any]:
             wanted = {item.name for item in recording.inputs if item.kind == "number"}

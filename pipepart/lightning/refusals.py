@@ -65,10 +65,10 @@ def _check_namespaces(trainer: Trainer) -> None:
 def check_module(module: LightningModule) -> None:
     """Refuse modules that cannot be trained in a pipeline."""
     name = type(module).__name__
-    if not module.automatic_optimization:
+    if not module.automatic_optimization and any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigError(
-            f"{name} uses manual optimization (automatic_optimization=False). A pipeline runs forward and backward of all "
-            "micro-batches itself, so it needs automatic optimization: return the loss from training_step."
+            f"{name} uses manual optimization (automatic_optimization=False) and was built on the meta device. The segments of "
+            "its step are proved with values: build it with values, or use automatic optimization."
         )
     if overridden("backward", module, "LightningModule"):
         raise ConfigError(
@@ -82,9 +82,14 @@ def check_module(module: LightningModule) -> None:
         )
 
 
-def check_optimizers(optimizers: list[Any], precision: Any) -> None:
+def check_optimizers(optimizers: list[Any], precision: Any, automatic: bool = True) -> None:
     """Refuse optimizers that need the gradients of all stages."""
-    if len(optimizers) > 1:
+    if not automatic and isinstance(precision, either("MixedPrecision")) and precision.scaler is not None:
+        raise ConfigError(
+            "precision='16-mixed' scales the loss, and with manual optimization each backward and each optimizer would need a "
+            "scale of its own. Use 'bf16-mixed', which needs no scaler, or '32-true'."
+        )
+    if automatic and len(optimizers) > 1:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers; automatic optimization takes one. "
             "Use parameter groups of one optimizer."

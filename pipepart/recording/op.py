@@ -52,6 +52,8 @@ class OpMeta(OpData):
     """Settings of the process, if they differ from those around the recording."""
     checkpoint: tuple[int, ...] = ()
     """Regions of activation checkpointing that hold the op, the outermost first, as positions in the recording."""
+    moment: int = 0
+    """The number of acts of the step before the op: backwards, steps of optimizers and the like."""
     rows: tuple[tuple[int, ...], ...] = ()
     """Sizes of each dimension in all recorded runs; for a node that is a size, its values in all runs."""
     reads: frozenset[Any] = frozenset()

@@ -87,7 +87,7 @@ class Program:
         """`transports`: for tensors, and for plain values in host memory; None in a replica of one stage."""
         transport, control = transports or (None, None)
         self.recording, self.weighed, plan = step.recording, step.weighed, inputs.plan
-        self._tail, self._laws, self._plan = step.tail, step.laws, plan
+        self._tail, self.laws, self._plan = step.tail, step.laws, plan
         self._groups, self._control, self._device = inputs.groups, control, inputs.device
         self._stage = inputs.stage
         self._first, self._last = plan.placement[0], plan.placement[-1]
@@ -148,7 +148,7 @@ class Program:
         if self._tail is not None:
             self._send_buffers(self._tail)
         merged = self._merged(outputs, sizes, request.separate, tail) if outputs is not None else None
-        return StepResult(self._spread(merged, request.outputs_everywhere), sizes, self._laws, batch.samples)
+        return StepResult(self._spread(merged, request.outputs_everywhere), sizes, self.laws, batch.samples)
 
     def _schedule(self, microbatches: int, forward: bool) -> Schedule:
         key = (microbatches, forward)
@@ -218,12 +218,12 @@ class Program:
         self, outputs: list[tuple[Any, ...]], sizes: MicrobatchSizes, separate: Collection[int], tail: TailRun | None
     ) -> list[Any]:
         """Merge the outputs of all micro-batches and those of the tail, in the order of the recording."""
-        count = len(self._laws)
+        count = len(self.laws)
         if self._tail is not None:
             known = [dict(zip(self._tail.kept, part)) for part in outputs]
             outputs = [tuple(part.get(index) for index in range(count)) for part in known]
         kept = [tuple(None if i in separate else value for i, value in enumerate(part[:count])) for part in outputs]
-        merged = merge_outputs(kept, sizes, self._laws)
+        merged = merge_outputs(kept, sizes, self.laws)
         for index in separate:
             merged[index] = _Separate(part[index] for part in outputs)
         if tail is not None and self._tail is not None:

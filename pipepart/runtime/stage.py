@@ -167,6 +167,10 @@ class StageRuntime:
         """Return the recording of a step."""
         return self.steps.programs[name].recording
 
+    def laws(self, name: str) -> tuple[str, ...]:
+        """Return the law of each output of a step; see `StepResult.laws`."""
+        return self.steps.programs[name].laws
+
     def weighed(self, name: str) -> Weighed:
         """Return the recording of a step with the weights of the whole batch."""
         return self.steps.programs[name].weighed

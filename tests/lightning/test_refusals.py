@@ -139,7 +139,7 @@ class RankFailure(Boring):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "manual optimization": (Manual, {}, "uses manual optimization"),
+    "manual optimization": (Manual, {}, "runs no backward for the first batch"),
     "backward": (OwnBackward, {}, "overrides backward()"),
     "dataloader_iter": (Iterator, {}, "takes dataloader_iter"),
     "lbfgs": (Lbfgs, {}, "LBFGS works on all parameters as one vector"),

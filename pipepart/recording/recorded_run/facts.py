@@ -47,6 +47,7 @@ class Fact:
     differentiates: set[fx.Node] = field(default_factory=set)
     rows: tuple[tuple[int, ...], ...] = ()
     checkpoint: tuple[int, ...] = ()
+    moment: int = 0
 
 
 _HEAVY = ("matmul", "bmm", "mm", "linear", "conv", "einsum", "attention", "baddbmm", "addmm", "__matmul__", "cdist")

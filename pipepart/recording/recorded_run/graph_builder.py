@@ -13,7 +13,7 @@ import torch.fx as fx
 import torch.nn as nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pipepart.recording.recorded_run import intrinsics, symbols
+from pipepart.recording.recorded_run import intrinsics, moments, symbols
 from pipepart.recording.recorded_run.contexts import Checkpoint, autocast_state, switches, user_line
 from pipepart.recording.recorded_run.facts import Fact
 from pipepart.recording.recorded_run.failures import NotRecordable
@@ -127,6 +127,7 @@ class GraphBuilder:
             user_line(),
             grad_mode=torch.is_grad_enabled(),
             checkpoint=tuple(self.open_checkpoints),
+            moment=moments.now(),
         )
         autocast, now = autocast_state(), switches()
         if autocast != self.outer_autocast:

@@ -13,8 +13,9 @@ import torch.nn as nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
+from pipepart.errors import CaptureError
 from pipepart.recording.model_state.places import Guards
-from pipepart.recording.recorded_run import intrinsics, ops
+from pipepart.recording.recorded_run import intrinsics, moments, ops
 from pipepart.recording.recorded_run.contexts import outside_rng
 from pipepart.recording.recorded_run.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable
 from pipepart.recording.recorded_run.functions import enclosing_function
@@ -103,6 +104,8 @@ class Recorder:
             args, kwargs = fixed_sizes(name, args), fixed_sizes(name, kwargs)
         if name == "__iter__":
             return iter(self.torch_call(torch.unbind, (args[0], 0), {}))
+        if moments.counting():
+            self._check_acting(func, name, args)
         if name == "__get__":
             return self._property(func, args)
         if name == "__set__" and getattr(func.__self__, "__name__", "") not in ("requires_grad", "grad"):
@@ -120,6 +123,13 @@ class Recorder:
         if name in ("unbind", "split", "chunk", "tensor_split") and self._is_dynamic(args):
             raise DataDependent(f"{name} of a tensor whose shape depends on data, in {self.builder.here()}")
         return self._op(func, name, args, kwargs, plain_args, plain_kwargs)
+
+    def _check_acting(self, func: Any, name: str, args: tuple[Any, ...]) -> None:
+        """Refuse calls that make no sense in a step that acts (manual optimization) and is only recorded."""
+        at_root = len(self.builder.stack) == 1
+        reason = moments.refused(func, name, args[0] if args else None, at_root)
+        if reason:
+            raise CaptureError(f"{self.builder.here()}: {reason}.")
 
     def _op(self, func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         """Run and record one op, or a call that gives a number."""
@@ -265,6 +275,8 @@ class Recorder:
         )
         if not fact.mutates and any(self.facts[n].dynamic_shape for n in nodes):
             fact.dynamic_shape = True
+        if moments.counting() and fact.mutates:
+            self._check_parameters(fact.mutates)
         for storage in fact.mutates:
             self.mutations[storage] = node
             fact.writes.add(storage)
@@ -277,6 +289,15 @@ class Recorder:
             if its.tensor is None and its.differentiates & fact.differentiates:
                 fact.differentiates.add(source)
         fact.requires_grad = any(o.requires_grad for o in outs)
+
+    def _check_parameters(self, changed: set[Any]) -> None:
+        """Refuse a step that acts and changes parameters in place: its segments would run with the changed ones."""
+        for name, parameter in self.builder.root.named_parameters():
+            if storage_of(parameter) in changed:
+                raise CaptureError(
+                    f"{self.builder.here()}: the step changes the parameter {name} in place. Do so in a hook "
+                    "(on_train_batch_end), which runs once per step."
+                )
 
     def _bind_result(self, out: Any, node: fx.Node) -> None:
         if isinstance(out, torch.Tensor):

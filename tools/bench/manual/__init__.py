@@ -1,0 +1,1 @@
+"""Steps with manual optimization at every small shape, against one device."""
