@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipepart.cost.cluster import Cluster, load_cluster
     from pipepart.errors import CaptureError, ConfigError, PipepartError, PlanError
     from pipepart.graph import Captured, capture
-    from pipepart.lightning import PipelineMonitor, PipelineStrategy, WeightEMA, consolidate
+    from pipepart.lightning import NotebookStrategy, PipelineMonitor, PipelineStrategy, WeightEMA, consolidate
     from pipepart.pipeline import Pipeline
     from pipepart.planning import Plan, plan
 
@@ -27,6 +27,7 @@ __all__ = [
     "Captured",
     "Cluster",
     "ConfigError",
+    "NotebookStrategy",
     "Pipeline",
     "PipelineMonitor",
     "PipelineStrategy",
@@ -44,7 +45,7 @@ _HOMES = {
     "pipepart.cost.cluster": ("Cluster", "load_cluster"),
     "pipepart.errors": ("CaptureError", "ConfigError", "PipepartError", "PlanError"),
     "pipepart.graph": ("Captured", "capture"),
-    "pipepart.lightning": ("PipelineMonitor", "PipelineStrategy", "WeightEMA", "consolidate"),
+    "pipepart.lightning": ("NotebookStrategy", "PipelineMonitor", "PipelineStrategy", "WeightEMA", "consolidate"),
     "pipepart.pipeline": ("Pipeline",),
     "pipepart.planning": ("Plan", "plan"),
 }

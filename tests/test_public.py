@@ -15,8 +15,8 @@ ROOT = Path(pipepart.__file__).parents[1]
 
 def test_names() -> None:
     assert sorted(pipepart.__all__) == [
-        "CaptureError", "Captured", "Cluster", "ConfigError", "Pipeline", "PipelineMonitor", "PipelineStrategy",
-        "PipepartError", "Plan", "PlanError", "WeightEMA", "capture", "consolidate", "load_cluster", "plan",
+        "CaptureError", "Captured", "Cluster", "ConfigError", "NotebookStrategy", "Pipeline", "PipelineMonitor",
+        "PipelineStrategy", "PipepartError", "Plan", "PlanError", "WeightEMA", "capture", "consolidate", "load_cluster", "plan",
     ]  # fmt: skip
     assert all(hasattr(pipepart, name) for name in pipepart.__all__)
 

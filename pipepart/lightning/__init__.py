@@ -7,6 +7,7 @@ and `runtime` executes it: this package must not know how.
 from pipepart.lightning.ema import WeightEMA
 from pipepart.lightning.materialise import materialise
 from pipepart.lightning.monitor import PipelineMonitor
+from pipepart.lightning.notebook import NotebookStrategy
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.lightning.registration import join
 from pipepart.lightning.safetensors_weights import SafetensorsWeights
@@ -14,6 +15,7 @@ from pipepart.lightning.sharded import consolidate
 from pipepart.lightning.weights_folder import save_weights
 
 __all__ = [
+    "NotebookStrategy",
     "PipelineMonitor",
     "PipelineStrategy",
     "SafetensorsWeights",

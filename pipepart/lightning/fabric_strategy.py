@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from pipepart.build import Job
 from pipepart.devices import limit_threads, local_device
@@ -333,6 +333,8 @@ class FabricMethods(FabricCheckpoints, _Base):
         return self._module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError("LBFGS over stages works in a Trainer only: use another optimizer under Fabric.")
         check_optimizers([optimizer], self.precision)
         self._own_optimizers.append(optimizer)
         return optimizer

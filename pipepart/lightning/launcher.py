@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from pipepart.errors import ConfigError
 from pipepart.lightning.binding import kind_in
 from pipepart.lightning.namespaces import Namespace
 from pipepart.lightning.run_patches import RunPatches
@@ -41,6 +42,14 @@ class Launcher(_SubprocessScriptLauncher):
 
     home: Any
     """The module of the launcher that this class derives from."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Lightning asks in a notebook only."""
+        raise ConfigError(
+            "a notebook cannot start its processes by running a script again. Use strategy='pipepart_notebook', or "
+            "pipepart.NotebookStrategy(...) with the same options, which starts them by fork; or run a script."
+        )
 
     def _call_children_scripts(self) -> None:
         if self.num_nodes * self.num_processes > 1:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from pipepart.lightning.lbfgs import full_lbfgs_state, load_full_lbfgs_state
 from pipepart.recording.inputs import trees
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
@@ -75,6 +76,8 @@ def gather_parts(part: dict[Any, Any], runtime: StageRuntime) -> dict[Any, Any] 
 
 def full_optimizer_state(optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
     """The state dict as on one device, on rank 0; empty elsewhere. Every rank must call it."""
+    if isinstance(optimizer, LBFGS):
+        return full_lbfgs_state(optimizer, runtime)
     state = own_optimizer_state(optimizer)
     if "state" not in state:
         return state
@@ -86,6 +89,9 @@ def load_full_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> No
     """Load the part of a whole state dict that belongs to the parameters on this rank."""
     if "state" not in state:
         optimizer.load_state_dict(state)
+        return
+    if isinstance(optimizer, LBFGS):
+        load_full_lbfgs_state(optimizer, state)
         return
     own = own_part(optimizer, state["state"])
     # Copies, since the loaded tensors may be mapped from the file.

@@ -29,6 +29,7 @@ from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.ranks import RankCollectives, device_of
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
+from pipepart.lightning.run_features import RunFeatures
 from pipepart.lightning.run_parts import RunParts
 from pipepart.lightning.run_patches import Signals, connect_callbacks
 from pipepart.lightning.strategy_options import StrategyOptions
@@ -53,7 +54,7 @@ _TRACED = frozenset({3, 10})
 """Traced steps of each fit: the first one after the warm-up, which short runs reach, and one with settled caches."""
 
 
-class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, ParallelStrategy):
+class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, RunFeatures, ParallelStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -104,7 +105,7 @@ class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, ParallelStrateg
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._options = options
         self.num_nodes = 1
-        self._layer_sync: Any = None  # set by the trainer for sync_batchnorm=True, which is refused
+        self._layer_sync: Any = None  # set by the trainer for sync_batchnorm=True
         self._make_parts()
         self.sharded, self.after = sharded, after
         self.step_times: list[float] = []
@@ -224,9 +225,8 @@ class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, ParallelStrateg
             check_module(module)
         self._checkpoints.await_setup()
         super().setup_environment()
-        local_device(
-            self.local_rank, self.root_device
-        )  # the current one, which not every accelerator of Lightning sets
+        # The current device, which not every accelerator of Lightning sets.
+        local_device(self.local_rank, self.root_device)
         assert self.cluster_environment is not None
         self.set_world_ranks()
         limit_threads(self.num_processes)
@@ -306,8 +306,8 @@ class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, ParallelStrateg
         if step == "training_step":  # the rehearsal of a plan from a file may have run on another machine
             self.rehearsed = steps.rehearse(example, steps_ahead(trainer))
             self._plan = replace(self.runtime.plan, rehearsed=self.rehearsed)
-        nodes = self._ranks.describe_nodes(self.num_nodes)
-        tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{nodes}{steps.describe(step, built)}\n")
+        notes = f"{self._ranks.describe_nodes(self.num_nodes)}{steps.describe(step, built)}{self._compiled(module)}"
+        tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{notes}\n")
 
     # ---- steps
 

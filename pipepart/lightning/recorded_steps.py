@@ -123,8 +123,8 @@ class RecordedSteps:
         if self._manual is not None:
             return self._act(self._manual, name, leaves)
         # Replicas exchange gradients once for each step of the optimizer; until then each keeps its own.
-        accumulates = trainer.fit_loop._should_accumulate()
-        ahead = [] if self._continues else self._leaves_ahead(name, batch_idx)
+        accumulates, forward = trainer.fit_loop._should_accumulate(), trainer.fit_loop._skip_backward
+        ahead = [] if self._continues or forward else self._leaves_ahead(name, batch_idx)
         started = time.perf_counter()
         request = StepRequest(
             leaves=leaves,
@@ -139,7 +139,9 @@ class RecordedSteps:
             context=self._job.context,
         )
         result = runtime.train(request, name)
-        self._continues = accumulates
+        self._continues = accumulates and not forward
+        if forward:  # a callback wants the batch statistics of the step only
+            runtime.parameters.take_gradients()
         self._seconds.append(time.perf_counter() - started)
         return repeat_effects(self.effects[name], result, runtime.recording(name), self._module, runtime)
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from pipepart.errors import ConfigError
+from pipepart.lightning.averages import check_average
 from pipepart.lightning.namespaces import either, of, overridden, package_of
+from pipepart.lightning.precisions import check_precision
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -17,13 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["check_module", "check_optimizers", "check_trainer"]
 
 _CALLBACKS = {
-    "StochasticWeightAveraging": "it copies the whole model on each rank. Use pipepart.WeightEMA instead",
-    "WeightAveraging": "it copies the whole model on each rank. Use pipepart.WeightEMA instead",
-    "ModelPruning": "it replaces parameters during training, and stages keep the old ones. Prune before the fit",
-    "BatchSizeFinder": "it finds the batch size by running out of memory, which would end only one stage of several. "
-    "Plan for a memory limit instead (pipepart plan)",
+    "ModelPruning": "it replaces parameters during training, and the recorded step and its stages would be those of before. "
+    "Prune before the fit (torch.nn.utils.prune)",
+    "BatchSizeFinder": "it finds the batch size by running out of memory, which would end one stage and leave the messages of "
+    "the others under way. The memory of a stage depends on the size of a micro-batch: use more micro-batches for a larger "
+    "batch, or plan for a memory_limit (pipepart plan)",
 }
-_PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -35,17 +38,8 @@ def check_trainer(trainer: Trainer) -> None:
                 raise ConfigError(
                     f"the callback {type(callback).__name__} does not work in a pipeline: {_CALLBACKS[kind.__name__]}."
                 )
-    plugin = trainer.precision_plugin
-    if all(type(plugin) is not getattr(of(trainer), name) for name in _PRECISIONS):
-        raise ConfigError(
-            f"the precision plugin {type(plugin).__name__} is not supported in a pipeline. Use '32-true', 'bf16-mixed', "
-            "'16-mixed', 'bf16-true', '16-true' or '64-true'."
-        )
-    if getattr(trainer.strategy, "_layer_sync", None) is not None:
-        raise ConfigError(
-            "sync_batchnorm=True is not supported in a pipeline: batch statistics are those of a micro-batch here. "
-            "Use GroupNorm or LayerNorm, or fewer micro-batches."
-        )
+        check_average(callback, trainer.strategy)
+    check_precision(trainer.precision_plugin)
 
 
 def _check_namespaces(trainer: Trainer) -> None:
@@ -65,6 +59,12 @@ def _check_namespaces(trainer: Trainer) -> None:
 def check_module(module: LightningModule) -> None:
     """Refuse modules that cannot be trained in a pipeline."""
     name = type(module).__name__
+    for path, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"{path} is a torch.nn.SyncBatchNorm, which communicates with all ranks, and other stages do not call it: "
+                "use torch.nn.BatchNorm layers and Trainer(sync_batchnorm=True)."
+            )
     if not module.automatic_optimization and any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigError(
             f"{name} uses manual optimization (automatic_optimization=False) and was built on the meta device. The segments of "
@@ -95,10 +95,6 @@ def check_optimizers(optimizers: list[Any], precision: Any, automatic: bool = Tr
             "Use parameter groups of one optimizer."
         )
     for optimizer in optimizers:
-        if type(optimizer).__name__ == "LBFGS":
-            raise ConfigError(
-                "LBFGS works on all parameters as one vector, and a stage has only its own: use another optimizer."
-            )
         if type(optimizer).__name__ == "SparseAdam":
             raise ConfigError(
                 "SparseAdam needs sparse gradients, which stages do not exchange: use sparse=False and Adam."

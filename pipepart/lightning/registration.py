@@ -6,6 +6,7 @@ from pipepart.lightning.binding import join_callbacks
 from pipepart.lightning.checkpoint_files import SafeCheckpointIO
 from pipepart.lightning.fabric_strategy import FabricMethods
 from pipepart.lightning.namespaces import named
+from pipepart.lightning.notebook import NotebookStrategy
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
 
 __all__ = ["join"]
@@ -24,6 +25,9 @@ def join(package: str) -> None:
         strategies = namespace.module("fabric.strategies")
         registry = strategies.STRATEGY_REGISTRY
     strategies.ParallelStrategy.register(PipelineStrategy)
-    name = PipelineStrategy.strategy_name
-    if name not in registry:
-        registry.register(name, PipelineStrategy, description="Pipeline parallelism, everything chosen automatically")
+    kinds = {PipelineStrategy: "Pipeline parallelism, everything chosen automatically"}
+    if package == namespace.pytorch:
+        kinds[NotebookStrategy] = "Pipeline parallelism in notebooks, with processes by fork"
+    for kind, words in kinds.items():
+        if kind.strategy_name not in registry:
+            registry.register(kind.strategy_name, kind, description=words)

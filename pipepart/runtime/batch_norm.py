@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipepart.errors import ConfigError
 from pipepart.recording import Chunk
 from pipepart.runtime.randomness import running_again
+from pipepart.runtime.replica_norm import COUNTED, refuse_functions
 
 __all__ = ["BatchStatistics"]
 
@@ -55,7 +55,7 @@ class BatchStatistics:
         self._layers: list[_BatchNorm] = []
         self._sums: dict[int, _Sums] = {}
         for chunk in chunks:
-            _refuse_functions(chunk)
+            refuse_functions(chunk.module.graph, "batch_norm='batch'")
             for layer in (getattr(chunk.module, n.target) for n in chunk.module.graph.nodes if n.op == "call_module"):
                 if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer not in self._layers:
                     self._layers.append(layer)
@@ -86,9 +86,8 @@ class BatchStatistics:
         if layer.training and not running_again() and layer.running_mean is not None:
             x = inputs[0]
             assert layer.running_var is not None
-            self._sums.setdefault(id(layer), _Sums()).add(
-                x.numel() // max(x.shape[1], 1), layer.running_mean, layer.running_var
-            )
+            count = layer.__dict__.get(COUNTED, x.numel() // max(x.shape[1], 1))
+            self._sums.setdefault(id(layer), _Sums()).add(count, layer.running_mean, layer.running_var)
 
     @torch.no_grad()
     def _update(self, layer: _BatchNorm, momentum: float | None, before: Mapping[str, torch.Tensor]) -> None:
@@ -106,13 +105,3 @@ class BatchStatistics:
         mean, variance = sums.mean_and_variance()
         layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), share)
         layer.running_var.lerp_(variance.to(layer.running_var.dtype), share)
-
-
-def _refuse_functions(chunk: Chunk) -> None:
-    """Refuse calls of BatchNorm as a function, which have no layer whose buffers can be read."""
-    for node in chunk.module.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") in ("batch_norm", "native_batch_norm"):
-            raise ConfigError(
-                f"batch_norm='batch' needs torch.nn.BatchNorm layers, but {node.name!r} is a call of the function "
-                f"{node.target.__name__}. Use the layer, or batch_norm='microbatch'."
-            )

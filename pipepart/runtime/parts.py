@@ -284,7 +284,7 @@ class Parts:
         if groups is None:
             return own
         with guarded(groups):
-            mine = self._homed_here(own)
+            mine = self.homed_here(own)
             parts = exchange_objects(mine, groups, inside_replica=True, target=groups.rank_of_stage(0))
         if groups.rank != 0:
             return {}
@@ -294,9 +294,9 @@ class Parts:
     def own_state_dict(self) -> dict[str, Any]:
         """Return the entries of the state dict whose home is this stage."""
         state = self.state_dict()
-        return state if self._groups is None else self._homed_here(state)
+        return state if self._groups is None else self.homed_here(state)
 
-    def _homed_here(self, state: dict[str, Any]) -> dict[str, Any]:
+    def homed_here(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of a state dict whose home is this stage, with all names of tied parameters."""
         homed = set(self._ownership.homed_at(self._stage))
         objects = {id(p): name for name, p in self.root.named_parameters()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from pipepart.runtime.parameters import StageParameters
 from pipepart.runtime.parts import Ownership, Parts
 from pipepart.runtime.program import Program, StepRequest, StepResult
 from pipepart.runtime.randomness import OpSeeds
+from pipepart.runtime.replica_norm import ReplicaStatistics
 from pipepart.runtime.tracing import Trace, TraceBoard, TracePolicy
 from pipepart.runtime.transport import DeviceTransport, GroupTransport, Transport, choose_transport, control_of, share
 from pipepart.samples import Weighed
@@ -45,6 +47,8 @@ class Steps:
         self._inputs, self._transports, self._parameters, self._traces = inputs, transports, parameters, traces
         self.programs: dict[str, Program] = {}
         """The recorded steps by name."""
+        self.statistics: ReplicaStatistics | None = None
+        """The BatchNorm layers that share their statistics over replicas; None if they do not."""
         self._accumulation = Accumulation()
         self._window: Window | None = None
         """The batches of the current optimizer step, on the first stage, if the loss needs their numbers together."""
@@ -66,7 +70,9 @@ class Steps:
             earlier, new = self._accumulation.add(batch.denominator, request.continues, batch.batches)
             gradients.scale_earlier(earlier)
             mean = sync.mean if request.reduce else None
-            result = program.run(request, batch, request.loss_scale * new, mean, trace)
+            norms = self.statistics
+            with norms.shared(program.recording, len(batch.sizes)) if norms is not None else nullcontext():
+                result = program.run(request, batch, request.loss_scale * new, mean, trace)
             if request.reduce:
                 sync.reduce(gradients.parameters, trace)
             if trace is not None:
@@ -193,6 +199,13 @@ class StageRuntime:
     def from_last(self, value: Any) -> Any:
         """Return, on all stages of the replica, the plain value of the last stage; all must call it."""
         return self.steps.share(value, self.plan.placement[-1])
+
+    def share_batch_statistics(self) -> None:
+        """Let BatchNorm layers share their statistics over replicas in training steps. All ranks must call it together."""
+        if self.groups is not None and self.groups.copies is not None and self.steps.statistics is None:
+            with guarded(self.groups):
+                self.steps.statistics = ReplicaStatistics(self.root, self.groups)
+            released_with(self, release_groups, [self.steps.statistics.group])
 
     # ---- parameters and gradients
 

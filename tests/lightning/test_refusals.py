@@ -9,10 +9,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks as cb
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, MixedPrecision, Precision
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from realistic import Boring, Classifier, build
 from support.ranks import run_ranks
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 from watching import QUIET
 
@@ -35,11 +37,6 @@ class OwnBackward(Boring):
 class Iterator(Boring):
     def training_step(self, dataloader_iter):
         return None
-
-
-class Lbfgs(Boring):
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters())
 
 
 class Sparse(Boring):
@@ -82,6 +79,15 @@ class NoLoss(Boring):
         return None
 
 
+class Growing(Boring):
+    """Has a batch size that `Tuner.scale_batch_size` can change."""
+
+    batch_size = 2
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(32, 32), batch_size=self.batch_size)
+
+
 class ManyVariants(Boring):
     def training_step(self, batch, batch_idx):
         loss = self.loss(self(batch))
@@ -120,7 +126,18 @@ class DifferentlyEmpty(Boring):
 
 
 class OtherPrecision(Precision):
-    precision = "other"
+    def pre_backward(self, tensor, module):
+        return super().pre_backward(tensor * 2, module)
+
+
+class OtherNorm(Precision):
+    def clip_grad_by_norm(self, optimizer, clip_val):
+        pass
+
+
+class OtherContext(MixedPrecision):
+    def train_step_context(self):
+        return self.forward_context()
 
 
 class RankFailure(Boring):
@@ -142,18 +159,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "manual optimization": (Manual, {}, "runs no backward for the first batch"),
     "backward": (OwnBackward, {}, "overrides backward()"),
     "dataloader_iter": (Iterator, {}, "takes dataloader_iter"),
-    "lbfgs": (Lbfgs, {}, "LBFGS works on all parameters as one vector"),
     "sparse adam": (Sparse, {}, "SparseAdam needs sparse gradients"),
-    "compiled": (lambda: torch.compile(Boring()), {}, "Using a compiled model is incompatible"),
-    "swa": (Boring, {"callbacks": [cb.StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging does not work"),
-    "weight averaging": (Boring, {"callbacks": [cb.WeightAveraging()]}, "WeightAveraging does not work"),
     "pruning": (Boring, {"callbacks": [cb.ModelPruning("l1_unstructured")]}, "ModelPruning does not work"),
+    "batch size tuner": (Growing, {}, "BatchSizeFinder does not work"),
     "batch size finder": (Boring, {"callbacks": [cb.BatchSizeFinder()]}, "BatchSizeFinder does not work"),
-    "sync_batchnorm": (Boring, {"sync_batchnorm": True}, "sync_batchnorm=True is not supported"),
+    "precision backward": (Boring, {"plugins": [OtherPrecision()]}, "OtherPrecision overrides pre_backward(), but"),
+    "precision norm": (Boring, {"plugins": [OtherNorm()]}, "OtherNorm overrides clip_grad_by_norm(), but"),
+    "precision context": (
+        Boring,
+        {"plugins": [OtherContext("bf16-mixed", "cpu")]},
+        "OtherContext overrides train_step_context(), but steps run in parts",
+    ),
     "precision plugin": (
         Boring,
-        {"plugins": [OtherPrecision()]},
-        "the precision plugin OtherPrecision is not supported",
+        {"plugins": [DeepSpeedPrecision("32-true")]},
+        "the precision plugin DeepSpeedPrecision is not supported in a pipeline: it belongs to another strategy",
     ),
     "counter": (Counting, {}, "the step sets self.count to 1"),
     "list": (Popping, {}, "on self.queue. A recorded step can repeat only append"),
@@ -178,7 +198,10 @@ def _refused(names: list[str]) -> dict[str, str]:
             trainer = L.Trainer(
                 strategy=PipelineStrategy(stages=2, microbatches=3), devices=2, max_steps=2, **{**QUIET, **options}
             )
-            trainer.fit(module, labelled if isinstance(module, Classifier) else train)
+            if isinstance(module, Growing):
+                Tuner(trainer).scale_batch_size(module)
+            else:
+                trainer.fit(module, labelled if isinstance(module, Classifier) else train)
             found[name] = "nothing was raised"
         except (PipepartError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -254,18 +277,29 @@ def test_batches_of_another_form_are_recorded_again() -> None:
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
+def _pruned(pipeline: bool, devices: int) -> dict[str, torch.Tensor]:
+    _, train, _ = build("boring")
+    torch.manual_seed(0)
+    module = Boring().double()
+    for layer, amount in ((module.layer[0], 0.5), (module.layer[4], 0.3)):
+        prune.l1_unstructured(layer, "weight", amount)
+    strategy = PipelineStrategy(stages=2, microbatches=3, split_at=["layer.2"]) if pipeline else "auto"
+    L.Trainer(strategy=strategy, devices=devices, max_steps=3, **QUIET).fit(module, train)
+    return {**module.state_dict(), "result": module(torch.ones(2, 32, dtype=torch.float64)).detach()}
+
+
+@pytest.mark.slow
+def test_a_module_that_was_pruned_before_equals_one_device() -> None:
+    """The way out that the refusal of ModelPruning names."""
+    expected = _pruned(False, 1)
+    assert int((expected["layer.0.weight_mask"] == 0).sum()) == 512
+    for found in run_ranks(2, _pruned, True, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_devices_that_do_not_fit_are_refused_before_anything_starts() -> None:
     with pytest.raises(PipepartError, match="devices must be a multiple of stages"):
         L.Trainer(strategy=PipelineStrategy(stages=3), devices=4, **QUIET)
-
-
-def test_notebook_is_refused(monkeypatch) -> None:
-    """In an interactive session the processes cannot be started from the running code; Lightning says so."""
-    import lightning.pytorch.trainer.connectors.accelerator_connector as connector
-
-    monkeypatch.setattr(connector, "_IS_INTERACTIVE", True)
-    with pytest.raises(Exception, match=r"not compatible with an interactive environment"):
-        L.Trainer(strategy=PipelineStrategy(stages=2), devices=2, **QUIET)
 
 
 def test_an_accelerator_that_is_not_here_is_refused_by_lightning() -> None:

@@ -1,0 +1,115 @@
+"""Features of a Trainer that need more than a stage: compiled modules, averages of weights, LBFGS, batch norm over replicas.
+
+A strategy inherits them. Each is connected where Lightning calls the strategy in any run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import LBFGS
+
+from pipepart.errors import ConfigError
+from pipepart.lightning.averages import Average, connect_averages
+from pipepart.lightning.lbfgs import connect_lbfgs
+from pipepart.lightning.ranks import Ranks
+from pipepart.lightning.wholeness import Wholeness
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import ParallelStrategy
+else:
+    ParallelStrategy = object  # comes after this class among the bases of a strategy
+
+__all__ = ["RunFeatures", "compiled_parts"]
+
+_STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+"""The methods that Lightning replaces in a LightningModule that was given to ``torch.compile``."""
+
+
+class RunFeatures(ParallelStrategy):
+    """The part of a strategy that connects these features."""
+
+    _ranks: Ranks
+    _whole: Wholeness
+    _layer_sync: Any
+    sharded: bool
+    _averages: tuple[Average, ...] = ()
+    _was_compiled = False
+
+    @property  # type: ignore[override]
+    def _lightning_module(self) -> Any:
+        return self.__dict__.get("_lightning_module")
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: Any) -> None:
+        """Take a module. Lightning asks only afterwards whether the strategy takes compiled ones."""
+        self._was_compiled = _as_written(module) or (self._was_compiled and module is self._lightning_module)
+        self.__dict__["_lightning_module"] = module
+
+    def setup_environment(self) -> None:
+        """Before callbacks are set up and restored."""
+        for average in self._averages:  # of a run that has ended without a teardown
+            average.release()
+        module = self._lightning_module
+        self._averages = connect_averages(module.trainer) if module is not None else ()
+        super().setup_environment()
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """After the module was cut into stages."""
+        super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            if self.sharded:
+                raise ConfigError(
+                    "the state of LBFGS is one vector over all parameters: use sharded=False, or another optimizer."
+                )
+            if self._ranks.mesh.replicas > 1:
+                raise ConfigError(
+                    "LBFGS decides by the loss, and each replica has the loss of its own batch, so they would take different "
+                    f"steps: use one replica (stages={self._ranks.mesh.world_size}), or another optimizer."
+                )
+        if self._whole.runtime is not None:
+            connect_lbfgs(self.optimizers, self._whole.runtime)
+
+    def setup_precision_plugin(self) -> None:
+        """At the end of set-up."""
+        super().setup_precision_plugin()
+        if self._layer_sync is not None and self._whole.runtime is not None:  # sync_batchnorm=True
+            self._whole.runtime.share_batch_statistics()
+
+    def _compiled(self, module: nn.Module) -> str:
+        """A line on the compiled parts of a module; empty if there are none."""
+        parts = ["the LightningModule"] if self._was_compiled else compiled_parts(module)
+        if not parts:
+            return ""
+        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+        return (
+            f"\nnote       compiled by torch.compile: {', '.join(parts[:3])}{more}. They are recorded as what they wrap, and "
+            "stages run them without the compiler"
+        )
+
+
+def _as_written(module: Any) -> bool:
+    """Give a compiled LightningModule its own methods back. Returns whether it was compiled."""
+    context = getattr(module, "_compiler_ctx", None)
+    if context is None:
+        return False
+    for name in _STEPS:
+        method = context[f"original_{name}"]
+        if getattr(method, "__func__", None) is getattr(type(module), name, None):
+            module.__dict__.pop(name, None)
+        else:  # the user has set it on the object
+            setattr(module, name, method)
+    module._compiler_ctx = None
+    return True
+
+
+def compiled_parts(module: nn.Module) -> list[str]:
+    """The paths of modules that ``torch.compile`` or ``Module.compile`` has compiled."""
+    found = []
+    for path, part in module.named_modules():
+        compiled = getattr(part, "_compiled_call_impl", None) is not None
+        if compiled or (hasattr(part, "_orig_mod") and type(part).__name__ == "OptimizedModule"):
+            found.append(path or type(part).__name__)
+    return found
