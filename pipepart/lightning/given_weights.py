@@ -15,9 +15,22 @@ from pipepart.errors import ConfigError, PipepartError
 from pipepart.runtime.foreign import ForeignTensor
 from pipepart.values import shortened
 
-__all__ = ["GivenWeights"]
+__all__ = ["GivenWeights", "gives_weights", "note_read"]
 
 _HOOK = "configure_weights"
+_READ = "_pipepart_weights_read"
+"""Attribute of a module whose weights were read: later runs continue with the values that it has."""
+
+
+def gives_weights(root: nn.Module) -> bool:
+    """Whether a module has the hook, and its weights were not read yet."""
+    return callable(getattr(root, _HOOK, None)) and not root.__dict__.get(_READ, False)
+
+
+def note_read(root: nn.Module) -> None:
+    """Note that a module has its weights."""
+    if gives_weights(root):
+        root.__dict__[_READ] = True
 
 
 class GivenWeights:
@@ -28,12 +41,11 @@ class GivenWeights:
         self.faults: list[str] = []
         self._root = type(root).__name__
         self._values: Mapping[str, torch.Tensor | None] | None = None
-        hook = getattr(root, _HOOK, None)
-        if not callable(hook):
-            return
-        self._values = self._collected(hook)
         self._names: dict[str, list[str]] = {}
         self._given: set[str] = set()
+        if not gives_weights(root):
+            return
+        self._values = self._collected(getattr(root, _HOOK))
         if self._values is not None:
             self._compare(root, self._values)
 

@@ -19,7 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from pipepart.errors import ConfigError
-from pipepart.lightning.given_weights import GivenWeights
+from pipepart.lightning.given_weights import GivenWeights, gives_weights, note_read
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.runtime import StageRuntime
 
@@ -32,7 +32,13 @@ def empty_names(root: nn.Module) -> list[str]:
 
 
 def check_can_be_filled(root: nn.Module) -> None:
-    """Refuse tensors on the meta device that are neither parameters nor buffers, since nothing can fill them."""
+    """Refuse tensors on the meta device that are neither parameters nor buffers, and weights for which there is no place."""
+    if gives_weights(root) and not empty_names(root):
+        raise ConfigError(
+            f"{type(root).__name__}.configure_weights() gives weights for tensors on the meta device, but the module was built "
+            "with values, so they would not be used. Build the model in configure_model, inside `with torch.device('meta'):`, "
+            "or load the weights into it and remove configure_weights."
+        )
     for path, module in root.named_modules():
         if isinstance(module, Metric):
             lost = [key for key, value in module._defaults.items() if isinstance(value, torch.Tensor) and value.is_meta]
@@ -60,6 +66,7 @@ def materialise(root: nn.Module, seed: int | None = None, device: torch.device |
     unfilled = _fill(root, None, torch.initial_seed() if seed is None else seed, torch.device(device), weights)
     weights.refuse([weights.faults])
     _refuse_unfilled(root, unfilled)
+    note_read(root)
 
 
 def fill_stage(
@@ -79,6 +86,7 @@ def fill_stage(
         saved = root.state_dict()
         unfilled = [name for name in unfilled if name not in saved]
     _refuse_unfilled(root, {name for names in gather(unfilled) for name in names})
+    note_read(root)
     runtime.parts.drop_empty_buffers()
 
 

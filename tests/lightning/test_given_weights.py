@@ -168,6 +168,25 @@ def test_faults_are_named(fault: str, tmp_path: Path) -> None:
     module.configure_model()
     with pytest.raises(ConfigError, match=text):
         materialise(module)
+    with pytest.raises(ConfigError):  # the module is not filled in another way
+        materialise(module)
+
+
+def test_weights_that_would_not_be_used_are_refused(tmp_path: Path) -> None:
+    """A module that was built with values; but not one whose weights were read by an earlier run."""
+    folder = _write(tmp_path / "weights", _state())
+    module = Module(lambda: _source(folder))
+    module.net = Net().double()
+    strategy = PipelineStrategy(stages=1, microbatches=1)
+    trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=1, **QUIET)
+    with pytest.raises(ConfigError, match=r"the module was built with values, so they would not be used"):
+        trainer.fit(module, _data())
+    module = Module(lambda: _source(folder))
+    module.configure_model()
+    materialise(module)
+    L.Trainer(strategy=PipelineStrategy(stages=1, microbatches=1), devices=1, max_epochs=1, **QUIET).fit(
+        module, _data()
+    )
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

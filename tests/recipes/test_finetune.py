@@ -322,6 +322,25 @@ def test_conversations_of_one_row_do_not_see_each_other() -> None:
         torch.testing.assert_close(row, torch.cat(alone, 1), rtol=0, atol=1e-5, msg=kind)
 
 
+def test_a_name_on_the_hub_is_its_local_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the library of the hub keeps it; nothing is downloaded while ranks build the model."""
+    from huggingface_hub import constants
+
+    from recipes.hf_weights import local_folder
+
+    place = tmp_path / "models--me--small"
+    copy = place / "snapshots" / ("0" * 40)
+    copy.mkdir(parents=True)
+    (copy / "config.json").write_text("{}")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert local_folder("me/small") == copy
+    assert local_folder(str(tmp_path)) == tmp_path
+    with pytest.raises(FileNotFoundError):
+        local_folder("me/other")
+
+
 @pytest.mark.parametrize(("kind", "options", "text"), [
     ("opt", {"packing": True}, "packing=true cannot be used with OPTForCausalLM.*the type opt is not among"),
     ("llama", {"length": 500}, "data.length=500, but the model has 160 positions"),
