@@ -79,6 +79,7 @@ def loader_number(trainer: Trainer) -> int | None:
         return None
     loop: Any = trainer._active_loop
     loop.setup_data()
+    loop._verify_dataloader_idx_requirement()  # Lightning's own words, before the step is recorded
     loader = loop._combined_loader
     several = loader is not None and loader._mode == "sequential" and len(loader.flattened) > 1
     return 0 if several else None

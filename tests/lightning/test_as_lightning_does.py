@@ -69,6 +69,12 @@ def test_steps_get_the_arguments_that_lightning_gives_them() -> None:
     torch.testing.assert_close(ours[2], predicted)
 
 
+def test_a_number_of_the_loader_that_lightning_does_not_give_is_an_error_of_lightning() -> None:
+    _, train, _ = build("boring")
+    with pytest.raises(RuntimeError, match=r"You provided only a single `val_dataloader`, but have included"):
+        _trainer(1).validate(AnyArguments().double(), train)
+
+
 # ---- runs without data
 
 

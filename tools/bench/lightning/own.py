@@ -3,10 +3,10 @@
     python -m tools.bench.lightning own CHECKOUT [--files NAME ...] [--stages 1|2] [--again failed|all] [--results FILE]
 
 CHECKOUT is a folder with the repository of Lightning at the installed version; nothing of it is part of this repository.
-Each file runs in a process of its own (`--together N`: N files); with 2 stages, each test does, since its ranks run the test
-together, and `BoringModel` has four layers in place of one. Results are kept in FILE after each process, and a later call
-continues. The table counts the tests that pass without us and make a Trainer with the default strategy: how many pass with us,
-how many are refused by name, how many fail.
+Each file runs in a process of its own (`--together N`: N files); with 2 stages, in one process for each rank, which run the
+same tests together, and `BoringModel` has four layers in place of one. Results are kept in FILE after each process, and a
+later call continues. The table counts the tests that pass without us and make a Trainer with the default strategy: how many
+pass with us, how many are refused by name, how many fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tools.bench.lightning.own_files import DDP, FILES, LAYERED, REASONS
 
 _LAYERS = 4
 _OTHER_RANKS = 20.0
-"""Seconds in which the other ranks of a test end after its first one."""
+"""Seconds in which the other ranks end after the first one has."""
 _ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -97,50 +97,67 @@ class Runs:
             command = [sys.executable, "-m", "pytest", *(f"tests_pytorch/{file}" for file in files), "-q"]
             command += ["--continue-on-collection-errors"]
             command += ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "tools.bench.lightning.own_plugin"]
-            with open(folder / "output", "wb") as output:
-                child = subprocess.Popen(
-                    command, cwd=self._tests, env=environment, stdout=output, stderr=output, start_new_session=True
-                )
-                hung = self._wait(child, folder / "report.0")
+            with open(folder / "output", "wb") as output, _job(asked.get("stages", 1)) as ranks:
+                children = [
+                    subprocess.Popen(
+                        command, cwd=self._tests, env={**environment, **rank}, stdout=output, stderr=output,
+                        start_new_session=True,
+                    )
+                    for rank in ranks
+                ]  # fmt: skip
+                hung = self._wait(children, folder)
             collected, found = _read(folder, hung)
             if not found:
                 print((folder / "output").read_text(errors="replace")[-2000:], file=sys.stderr)
             return collected, found
 
-    def _wait(self, child: subprocess.Popen[bytes], report: Path) -> bool:
-        """Wait until the process ends, or has written no result for too long. Returns whether it was ended for that."""
-        size, since = -1, time.monotonic()
+    def _wait(self, children: list[subprocess.Popen[bytes]], folder: Path) -> bool:
+        """Wait until all ranks end, or write no result for too long. Returns whether they were ended for that.
+
+        If one has ended and others have not, the others get a short time.
+        """
+        size, since, first = -1, time.monotonic(), 0.0
         try:
-            while child.poll() is None:
-                now = report.stat().st_size if report.exists() else 0
+            while any(child.poll() is None for child in children):
+                now = sum(report.stat().st_size for report in folder.glob("report.*"))
                 if now != size:
                     size, since = now, time.monotonic()
-                if time.monotonic() - since > self._limit:
+                if any(child.poll() is not None for child in children):
+                    first = first or time.monotonic()
+                if time.monotonic() - since > self._limit or (first and time.monotonic() - first > _OTHER_RANKS):
                     return True
-                time.sleep(0.2)
-            deadline = time.monotonic() + _OTHER_RANKS
-            while time.monotonic() < deadline and not _all_ended(report.parent):
                 time.sleep(0.2)
             return False
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # with the ranks that it has started
-            child.wait()
+            for child in children:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # with the processes that it has started
+                child.wait()
+
+
+@contextmanager
+def _job(stages: int) -> Iterator[list[dict[str, str]]]:
+    """The variables of each rank of a job that torchrun would start; of one process: none."""
+    if stages == 1:
+        yield [{}]
+        return
+    from pipepart.runtime.rendezvous import job_folder
+
+    with job_folder() as folder:
+        every = {
+            "WORLD_SIZE": str(stages),
+            "LOCAL_WORLD_SIZE": str(stages),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        every |= {"MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "own-tests", "PIPEPART_JOB": folder}
+        yield [{**every, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(stages)]
 
 
 def _entries(report: Path) -> Iterator[dict[str, Any]]:
     for line in report.read_text().splitlines(keepends=True):
         if line.endswith("\n"):  # else it is being written
             yield json.loads(line)
-
-
-def _all_ended(folder: Path) -> bool:
-    """Whether every rank has a result for each test that it has started."""
-    for report in folder.glob("report.*"):
-        entries = [entry for entry in _entries(report) if "test" in entry]
-        if {e["test"] for e in entries} - {e["test"] for e in entries if e["state"] != "started"}:
-            return False
-    return True
 
 
 def _read(folder: Path, hung: bool) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -242,10 +259,9 @@ def main(arguments: list[str]) -> int:
             )
             results.add(plain, runs.run(unknown, layers, chosen))
         todo = [] if options.plain else _todo(results, group, plain, ours, options)
-        for part in [[test] for test in todo] if several else [todo]:
-            if part:
-                chosen_files = sorted({_file_of(test) for test in part})
-                results.add(ours, runs.run(chosen_files, {**layers, "stages": options.stages}, part))
+        if todo:
+            concerned = sorted({_file_of(test) for test in todo})
+            results.add(ours, runs.run(concerned, {**layers, "stages": options.stages}, todo))
         for file in group:
             states = Counter(entry["state"] for entry in results.of(ours, file).values())
             print(f"{file:58} {dict(states)}", flush=True)

@@ -78,6 +78,39 @@ DDP = (
     "trainer/test_ddp_sigterm_handling.py",
 )
 
-LAYERED: tuple[str, ...] = ()
+LAYERED = (
+    "callbacks/test_callback_hook_outputs.py::test_train_step_no_return",
+    "callbacks/test_callbacks.py::test_resume_callback_state_saved_by_type_stateful",
+    "callbacks/test_gradient_accumulation_scheduler.py::test_trainer_accumulate_grad_batches_with_callback",
+    "callbacks/test_gradient_accumulation_scheduler.py::test_trainer_accumulate_grad_batches_zero_grad",
+    "callbacks/test_lambda_function.py::test_lambda_call",
+    "callbacks/test_timer.py::test_timer_duration_min_steps_override",
+    "callbacks/test_timer.py::test_timer_stops_training",
+    "callbacks/test_timer.py::test_timer_track_stages",
+    "callbacks/test_timer.py::test_timer_zero_duration_stop",
+    "checkpointing/test_trainer_checkpoint.py::test_finetuning_with_ckpt_path",
+    "loops/test_evaluation_loop.py::test_log_epoch_metrics_before_on_evaluation_end",
+    "loops/test_evaluation_loop.py::test_evaluation_loop_when_batch_idx_argument_is_not_given",
+    "loops/test_training_loop.py::test_fit_loop_done_log_messages",
+    "loops/test_training_loop.py::test_on_train_batch_start_return_minus_one",
+    "loops/test_training_loop.py::test_should_stop_mid_epoch",
+    "trainer/connectors/test_checkpoint_connector.py::test_restore_callbacks_in_non_fit_phases",
+    "trainer/connectors/test_checkpoint_connector.py::test_strict_loading",
+    "trainer/flags/test_check_val_every_n_epoch.py::test_check_val_every_n_epoch",
+    "trainer/flags/test_check_val_every_n_epoch.py::test_check_val_every_n_epoch_with_max_steps",
+    "trainer/flags/test_min_max_epochs.py::test_min_max_steps_epochs",
+    "trainer/flags/test_val_check_interval.py::test_val_check_interval",
+    "trainer/logging_/test_eval_loop_logging.py::test__validation_step__log",
+    "trainer/logging_/test_eval_loop_logging.py::test__validation_step__epoch_end__log",
+    "trainer/logging_/test_eval_loop_logging.py::test_eval_epoch_logging",
+    "trainer/logging_/test_eval_loop_logging.py::test_multi_dataloaders_add_suffix_properly",
+    "trainer/logging_/test_eval_loop_logging.py::test_log_works_in_val_callback",
+    "trainer/logging_/test_train_loop_logging.py::test__training_step__log",
+    "trainer/logging_/test_train_loop_logging.py::test__training_step__epoch_end__log",
+    "trainer/logging_/test_train_loop_logging.py::test_log_works_in_train_callback",
+    "trainer/logging_/test_train_loop_logging.py::test_sanity_metrics_are_reset",
+    "trainer/test_states.py::test_trainer_fn_while_running",
+)
+"""Tests that also run with 2 stages, with all their parameters."""
 
 REASONS: dict[str, str] = {}

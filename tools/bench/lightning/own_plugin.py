@@ -6,6 +6,7 @@ strategy of a Trainer whose test chooses none, and the layer of `BoringModel` by
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import traceback
@@ -18,13 +19,14 @@ _WORDS = 600
 """Characters of an error that are kept."""
 _GIVEN = json.loads(os.environ.get("PIPEPART_OWN_TESTS", "{}"))
 """What `own.py` asks for: only, report, stages, layers, folder."""
+_RANK = os.environ.get("RANK", "0")
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Keep the tests of the list, if there is one."""
     if "only" in _GIVEN:
         wanted = set(json.loads(Path(_GIVEN["only"]).read_text()))
-        items[:] = [item for item in items if item.nodeid in wanted]
+        items[:] = [item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & wanted]
 
 
 def pytest_collection_finish(session: Any) -> None:
@@ -83,7 +85,7 @@ def _folder_of_all_ranks(request: Any) -> Path | None:
     """The folder of this test, which is the same on all ranks; None if the test runs in one process."""
     if "folder" not in _GIVEN:
         return None
-    folder = Path(_GIVEN["folder"])
+    folder = Path(_GIVEN["folder"]) / hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -105,9 +107,7 @@ _uses_default: list[bool] = []
 def _write(entry: dict[str, Any]) -> None:
     if "report" not in _GIVEN:
         return
-    rank = os.environ.get("LOCAL_RANK", "0") if _GIVEN.get("stages", 1) > 1 else "0"
-    path = f"{_GIVEN['report']}.{rank}"
-    with open(path, "a") as file:
+    with open(f"{_GIVEN['report']}.{_RANK}", "a") as file:
         file.write(json.dumps(entry) + "\n")
 
 
