@@ -60,6 +60,11 @@ class RunFeatures(ParallelStrategy):
         """After the module was cut into stages."""
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            if not self._lightning_module.automatic_optimization:
+                raise ConfigError(
+                    "LBFGS evaluates its closure several times in one step, and a step with manual optimization is recorded "
+                    "once: use automatic optimization, or another optimizer."
+                )
             if self.sharded:
                 raise ConfigError(
                     "the state of LBFGS is one vector over all parameters: use sharded=False, or another optimizer."

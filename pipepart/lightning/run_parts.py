@@ -88,4 +88,4 @@ class RunParts:
         return make, arguments, self.__getstate__()
 
 
-_NAMES = frozenset(RunParts.__annotations__) - {"_options"}
+_NAMES = frozenset({*RunParts.__annotations__, "_averages"}) - {"_options"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from pipepart.graph import op_graph
 from pipepart.planning import transfer
 from pipepart.recording import Recording
 from pipepart.runtime.chunked_step import ChunkedStep, RecordedStep, StageInputs, chunk_step
+from pipepart.runtime.executor import PreparedBatch
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import Accumulation
 from pipepart.runtime.leaving import release_groups, released_with
@@ -70,8 +71,7 @@ class Steps:
             earlier, new = self._accumulation.add(batch.denominator, request.continues, batch.batches)
             gradients.scale_earlier(earlier)
             mean = sync.mean if request.reduce else None
-            norms = self.statistics
-            with norms.shared(program.recording, len(batch.sizes)) if norms is not None else nullcontext():
+            with self._shared(program, batch):
                 result = program.run(request, batch, request.loss_scale * new, mean, trace)
             if request.reduce:
                 sync.reduce(gradients.parameters, trace)
@@ -91,7 +91,15 @@ class Steps:
         """Run the forward of all micro-batches."""
         program = self.programs[name]
         with guarded(self._inputs.groups):
-            return program.run(request, program.prepare(request))
+            batch = program.prepare(request)
+            with self._shared(program, batch):
+                return program.run(request, batch)
+
+    def _shared(self, program: Program, batch: PreparedBatch) -> AbstractContextManager[None]:
+        """Share batch statistics over replicas inside, also in forwards of a training step that have no loss."""
+        if self.statistics is None or not program.recording.training:
+            return nullcontext()
+        return self.statistics.shared(program.recording, len(batch.sizes))
 
     def share(self, value: Any, source: int) -> Any:
         """Return the plain value of stage `source` on all stages of the replica. Every stage must call it."""

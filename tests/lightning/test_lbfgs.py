@@ -46,7 +46,7 @@ def _fit(search: str | None, cut: str | None, path: str, resume: str | None = No
     x = torch.randn(32, 6, dtype=torch.float64)
     data = DataLoader(TensorDataset(x, x[:, :1].sin() + x[:, 1:2]), batch_size=16)
     torch.manual_seed(2)
-    module = Net(search).double()
+    module = options.pop("kind", Net)(search).double()
     chosen = {"stages": 2, "microbatches": 2, "split_at": [cut], **options}
     if chosen["stages"] == 1:
         del chosen["split_at"]
@@ -79,12 +79,24 @@ def test_equal_to_one_device_with_checkpoint_and_resume(search: str | None, cut:
         torch.testing.assert_close(found, resumed, rtol=1e-6, atol=1e-8)
 
 
+class Manual(Net):
+    def __init__(self, search: str | None) -> None:
+        super().__init__(search)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.optimizers().step(lambda: loss)
+
+
 def _refused(path: str) -> list[str]:
-    cases: list[dict[str, Any]] = [{"sharded": True}, {"stages": 1}]
+    cases: list[dict[str, Any]] = [{"sharded": True}, {"stages": 1}, {"kind": Manual}]
     return [error_of(lambda options=options: _fit(None, "second", path, **options)) for options in cases]
 
 
-def test_shards_and_replicas_are_refused(tmp_path: Path) -> None:
-    for shards, replicas in run_ranks(2, _refused, str(tmp_path / "shards")):
+def test_shards_replicas_and_manual_steps_are_refused(tmp_path: Path) -> None:
+    for shards, replicas, manual in run_ranks(2, _refused, str(tmp_path / "shards")):
         assert "the state of LBFGS is one vector over all parameters" in shards
         assert "LBFGS decides by the loss, and each replica has the loss of its own batch" in replicas
+        assert "LBFGS evaluates its closure several times in one step" in manual
