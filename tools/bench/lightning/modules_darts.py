@@ -43,7 +43,7 @@ _ENCODER = {
 }
 _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "nbeats": ("NBEATSModel", {**_BLOCKS, "num_stacks": 2, "num_layers": 2, "layer_widths": 8}),
-    "nhits": ("NHiTSModel", {**_BLOCKS, "num_layers": 2, "layer_widths": 8}),
+    "nhits": ("NHiTSModel", {**_BLOCKS, "num_layers": 2, "layer_widths": 8, "dropout": 0.0}),
     "tcn": ("TCNModel", {**_BLOCKS, "dropout": 0.0, "num_filters": 4}),
     "transformer": ("TransformerModel", {**_ENCODER, "dropout": 0.0}),
     "block_rnn": ("BlockRNNModel", {**_BLOCKS, "hidden_dim": 8, "n_rnn_layers": 2, "dropout": 0.0}),
@@ -55,5 +55,5 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 for _name, (_model, _options) in _OPTIONS.items():
     CASES.add(f"darts.{_name}")(lambda model=_model, options=_options: _train(model, options))
-CASES.add("darts.nlinear_gaussian")(lambda: _train("NLinearModel", _BLOCKS, likelihood="GaussianLikelihood"))
+CASES.add("darts.dlinear_gaussian")(lambda: _train(*_OPTIONS["dlinear"], likelihood="GaussianLikelihood"))
 CASES.add("darts.nbeats_metrics")(lambda: _train(*_OPTIONS["nbeats"], metric=True))
