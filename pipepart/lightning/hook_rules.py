@@ -69,7 +69,7 @@ _WORDS = frozenset(
     {
         "parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "load_state_dict", "modules",
         "named_modules", "children", "named_children", "get_parameter", "get_buffer", "get_submodule", "apply", "grad",
-        "grad_norm", "clip_grad_norm_", "clip_grad_value_", "deepcopy", "param_groups", "parameters_to_vector",
+        "grad_norm", "clip_grad_norm_", "clip_grad_value_", "deepcopy", "params", "parameters_to_vector",
         "vector_to_parameters", "requires_grad_", "forward",
     }
 )  # fmt: skip
@@ -187,6 +187,8 @@ def _code_names(code: CodeType, seen: set[CodeType]) -> Iterator[str]:
     seen.add(code)
     yield from code.co_names
     for constant in code.co_consts:
+        if constant == "params":  # of a group of an optimizer
+            yield constant
         if isinstance(constant, CodeType):
             yield from _code_names(constant, seen)
 
