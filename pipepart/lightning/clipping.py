@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from pipepart.lightning.hook_calls import aside
 from pipepart.lightning.run_patches import RunPatches
 from pipepart.runtime import StageRuntime
 
@@ -22,7 +23,8 @@ def connect_clipping(plugin: Any, runtime: Callable[[], StageRuntime], patches: 
 
 
 def _by_norm(plugin: Any, runtime: Callable[[], StageRuntime], optimizer: Optimizer, clip_val: float) -> None:
-    runtime().clip_grad_norm(list(plugin.main_params(optimizer)), clip_val)
+    with aside():
+        runtime().clip_grad_norm(list(plugin.main_params(optimizer)), clip_val)
 
 
 def _by_value(plugin: Any, optimizer: Optimizer, clip_val: float) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from pipepart.errors import ConfigError, PipelineError
+from pipepart.lightning.hook_calls import aside
 from pipepart.lightning.run_patches import RunPatches
 from pipepart.recording.inputs import trees
 from pipepart.runtime import StageRuntime
@@ -232,6 +233,9 @@ def _shared_compute(own: Callable[..., Any], runtime: StageRuntime) -> Callable[
     def compute(*args: Any, **kwargs: Any) -> Any:
         if _alone:
             return own(*args, **kwargs)
-        return made_on_last_stage(runtime, lambda: own(*args, **kwargs), "the last stage could not compute a metric")
+        with aside():
+            return made_on_last_stage(
+                runtime, lambda: own(*args, **kwargs), "the last stage could not compute a metric"
+            )
 
     return compute

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,6 +20,7 @@ from pipepart.lightning.binding import BoundStrategy
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.clipping import connect_clipping
 from pipepart.lightning.data import loader_number, of_rank_zero, reopen, shared_example, steps_ahead
+from pipepart.lightning.hooks import HookedStrategy, follow_hooks, outside_hooks
 from pipepart.lightning.kept_on_host import only_shapes, too_large
 from pipepart.lightning.launcher import launcher_for
 from pipepart.lightning.loss_scaling import LossScaling, match_device
@@ -54,7 +55,11 @@ _TRACED = frozenset({3, 10})
 """Traced steps of each fit: the first one after the warm-up, which short runs reach, and one with settled caches."""
 
 
-class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, RunFeatures, ParallelStrategy):
+@outside_hooks(
+    "training_step", "backward", "lightning_module_state_dict", "optimizer_state", "save_checkpoint", "make_whole",
+    "barrier", "broadcast", "reduce", "all_gather", "reduce_boolean_decision",
+)  # fmt: skip
+class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives, RunFeatures, ParallelStrategy):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -112,21 +117,6 @@ class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, RunFeatures, Pa
         """Seconds of each training step of the last fit on this rank, without the optimizer."""
         self.rehearsed: float | None = None
         """Seconds of a step in the rehearsal of the plan, if there was one."""
-
-    def whole_parameters(self, gradients: bool = False) -> AbstractContextManager[None]:
-        """Inside, every rank has the values (and gradients) of all parameters and buffers. All ranks must enter together.
-
-        ```python
-        def on_train_batch_end(self, *args):
-            with self.trainer.strategy.whole_parameters(), torch.no_grad():
-                for target, online in zip(self.target.parameters(), self.online.parameters()):
-                    target.lerp_(online, 0.01)
-        ```
-
-        Values that are written to a parameter inside are kept on the stages that hold it, so every rank must write the
-        same values.
-        """
-        return self.runtime.parts.gathered(gradients)
 
     def make_whole(self) -> None:
         """Gather all values on every rank and forget the plan. All ranks must call it together."""
@@ -277,6 +267,8 @@ class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, RunFeatures, Pa
         self.setup_precision_plugin()
         self._scaling = LossScaling(self.precision_plugin, self._ranks.groups, self.root_device, self._patches)
         connect_clipping(self.precision_plugin, lambda: self.runtime, self._patches)
+        if self._steps is not None:
+            self._follow_hooks(trainer, module)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -309,6 +301,10 @@ class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, RunFeatures, Pa
         notes = f"{self._ranks.describe_nodes(self.num_nodes)}{steps.describe(step, built)}{self._compiled(module)}"
         tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{notes}\n")
 
+    def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._large or not self._recorded.empty:  # otherwise the model fits on no rank
+            follow_hooks(trainer, module, self.runtime, self._patches)
+
     # ---- steps
 
     def _planned_with(self, step: str, batch: Any, loader: int | None = None) -> RecordedSteps:
@@ -318,6 +314,7 @@ class PipelineStrategy(RunParts, BoundStrategy, RankCollectives, RunFeatures, Pa
             with guarded(self._ranks.groups), isolate_rng():
                 self._build(trainer, module, step, of_rank_zero(trainer, batch, self.broadcast), loader)
                 self._recorded.start(self.step_times, self._seed)
+                self._follow_hooks(trainer, module)
         elif step == "training_step" and step not in self._steps.variants:
             raise PlanError(
                 "there was no training batch when the run was set up, so the pipeline was planned with an evaluation step. "

@@ -22,6 +22,7 @@ from pipepart.lightning.effects import Effects, record_with_effects
 from pipepart.lightning.manual_run import ManualSteps
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.repeat_effects import repeat_effects
+from pipepart.lightning.step_updates import check_updates
 from pipepart.recording import Recording
 from pipepart.recording.model_state.places import Place
 from pipepart.runtime import StageRuntime, StepRequest
@@ -249,6 +250,7 @@ class RecordedSteps:
         if notes is not None and self._manual is not None:
             self._manual.cut(name, recording, notes, example.batch, self._numbers(batch_idx, loader))
         if training:
+            check_updates(recording, self._job.options.microbatches)
             self._trainable = _trainable(self._module)
         return Recorded(recording, effects.reduced_otherwise, effects.averaged)
 

@@ -7,13 +7,16 @@ same code, so that stage computes the result, which is foreign here.
 
 A parameter becomes foreign, and whole again, in place. So lists of parameters that a module or an optimizer made earlier
 see the change.
+
+Code of the user can be followed (`follow`): a `Follower` is asked before a use is refused, and can bring the values.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,7 +24,7 @@ from torch import nn
 
 from pipepart.errors import ForeignTensorError
 
-__all__ = ["ForeignParameter", "ForeignTensor", "Place", "become", "fill_in"]
+__all__ = ["Follower", "ForeignParameter", "ForeignTensor", "Place", "become", "fill_in", "follow"]
 
 _PLACE = "_pipepart_place"
 _aten = torch.ops.aten
@@ -62,6 +65,35 @@ class Place:
         )
 
 
+class Follower(Protocol):
+    """Follows what code of the user does with tensors of other stages."""
+
+    device: torch.device
+    """The device of the values, once they are brought."""
+
+    def told_apart(self, frame: Any) -> None:
+        """The code in `frame` asks whether a tensor is on the meta device, that is, on another stage."""
+
+    def values(self, tensor: ForeignTensor) -> torch.Tensor | None:
+        """The tensor with its values on this rank; None if the use is to be refused."""
+
+    def gradient(self, tensor: ForeignTensor, frame: Any) -> tuple[torch.Tensor | None] | None:
+        """The gradient, for the code in `frame`, which reads it; None if this code does not need it."""
+
+    def set_gradient(self, tensor: ForeignTensor, value: torch.Tensor) -> bool:
+        """Take a gradient that the code sets; False if that is to be refused."""
+
+
+_follower: Follower | None = None
+
+
+def follow(follower: Follower | None) -> Follower | None:
+    """Let a follower see the uses of foreign tensors from now on, or none; return the one before."""
+    global _follower
+    before, _follower = _follower, follower
+    return before
+
+
 class ForeignTensor(torch.Tensor):
     """A tensor whose values are on another stage."""
 
@@ -84,6 +116,11 @@ class ForeignTensor(torch.Tensor):
         found = next(leaf for leaf in tensors if isinstance(leaf, ForeignTensor))
         if func in _ALIASES:
             return ForeignTensor.of(found, found.place)
+        if _follower is not None and func.overloadpacket not in _FORMS:
+            values = {id(t): _follower.values(t) for t in tensors if isinstance(t, ForeignTensor)}
+            if all(value is not None for value in values.values()):
+                args, kwargs = pytree.tree_map(lambda leaf: values.get(id(leaf), leaf), (args, kwargs or {}))
+                return func(*args, **kwargs)
         if func.overloadpacket not in _FORMS and not _done_elsewhere(func, tensors):
             found.place.refuse(f"{func.overloadpacket.__name__}()")
         made = func(*pytree.tree_map(_by_form, args), **pytree.tree_map(_by_form, kwargs or {}))
@@ -97,15 +134,22 @@ class ForeignTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Any) -> None:
+        if _follower is not None and (here := _follower.values(self)) is not None:
+            given = value._here() if isinstance(value, ForeignTensor) else None
+            here.data = value if given is None else given
+            return
         if not isinstance(value, ForeignTensor) or value.place.stage != self.place.stage:
             self.place.refuse("setting .data")
 
     @property
     def grad(self) -> Any:  # type: ignore[override]
-        """Always None, since gradients are on the stage of the values. Optimizers skip the parameter."""
+        """None, since gradients are on the stage of the values, unless a follower brings it. Optimizers skip None."""
         frame: Any = sys._getframe(1)
         while frame.f_code.co_name.startswith("<"):  # the frame of a comprehension
             frame = frame.f_back
+        found = None if _follower is None else _follower.gradient(self, frame)
+        if found is not None:
+            return found[0]
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _NORMS:
             raise ForeignTensorError(
                 f"{frame.f_code.co_name}() takes the norm of the gradients it finds, and the gradient of parameter "
@@ -117,12 +161,26 @@ class ForeignTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        if value is not None:
+        if value is not None and (_follower is None or not _follower.set_gradient(self, value)):
             self.place.refuse("setting .grad")
 
     @grad.deleter
     def grad(self) -> None:
         return
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        if _follower is not None:
+            _follower.told_apart(sys._getframe(1))
+        return True
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The meta device; for code that is followed, the device on which it makes tensors to compute with this one."""
+        return torch.device("meta") if _follower is None else _follower.device
+
+    def _here(self) -> torch.Tensor | None:
+        return None if _follower is None else _follower.values(self)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return (
@@ -130,21 +188,30 @@ class ForeignTensor(torch.Tensor):
             f"dtype={self.dtype}, requires_grad={self.requires_grad})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForeignTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            memo[id(self)] = type(self).of(self, self.place, self.requires_grad)
-        copied: ForeignTensor = memo[id(self)]
+            kind = type(self)
+            here = self._here()
+            memo[id(self)] = (
+                kind.of(self, self.place, self.requires_grad) if here is None else copy.deepcopy(here, memo)
+            )
+        copied: torch.Tensor = memo[id(self)]
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.place.refuse("saving (pickling) it")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        here = self._here()
+        return self.place.refuse("saving (pickling) it") if here is None else here.__reduce_ex__(protocol)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self.place.refuse("converting it to an array")
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        here = self._here()
+        return self.place.refuse("converting it to an array") if here is None else here.__array__(*args, **kwargs)
 
 
 def _refusing(method: str) -> Any:
-    def refuse(self: ForeignTensor, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self: ForeignTensor, *args: Any, **kwargs: Any) -> Any:
+        here = self._here()
+        if here is not None:
+            return getattr(here, method)(*args, **kwargs)
         self.place.refuse(f"{method}()")
 
     return refuse
@@ -174,8 +241,11 @@ def become(parameter: nn.Parameter, place: Place | None) -> None:
 
 def fill_in(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give values to a foreign parameter, in place."""
-    _exchange(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
-    parameter.__dict__.pop(_PLACE, None)
+    other = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    _exchange(parameter, other)
+    place = parameter.__dict__.pop(_PLACE, None)
+    if place is not None:  # code in the middle of a call may still hold what was exchanged
+        other.__dict__[_PLACE] = place
 
 
 def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:

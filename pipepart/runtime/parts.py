@@ -116,7 +116,8 @@ class Parts:
         if self._groups is None:
             return
         for name, parameter in self._foreign():
-            become(parameter, self._place(name, "parameter", self._ownership.parameters[name][0]))
+            if not isinstance(parameter, ForeignTensor):
+                become(parameter, self._place(name, "parameter", self._ownership.parameters[name][0]))
         self.whole = self._groups.mesh.stages == 1
 
     def drop_empty_buffers(self) -> None:
@@ -156,15 +157,15 @@ class Parts:
                     gradient = parameter.grad
                     fill_in(parameter, values.to(device))
                     parameter.grad = None if gradient is None else gradient.to(device)
-            self._make_buffers_whole(self._groups, device)
+            self.gather_buffers(self._groups, device)
         self.whole = True
 
-    def _make_buffers_whole(self, groups: Groups, device: torch.device) -> None:
-        """Take each buffer from its home, where a step may have given it another shape."""
+    def gather_buffers(self, groups: Groups, device: torch.device, names: Collection[str] | None = None) -> None:
+        """Take each buffer, or those with `names`, from its home, where a step may have given it another shape."""
         own = {
             name: (tuple(buffer.shape), buffer.dtype)
             for name, buffer in self.root.named_buffers()
-            if self._ownership.buffers.get(name) == self._stage
+            if self._ownership.buffers.get(name) == self._stage and (names is None or name in names)
         }
         parts = gather_objects(own, groups, inside_replica=True)
         local = dict(self.root.named_buffers())

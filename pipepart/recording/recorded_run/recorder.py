@@ -111,7 +111,9 @@ class Recorder:
         if name == "__set__" and getattr(func.__self__, "__name__", "") not in ("requires_grad", "grad"):
             if func.__self__.__name__ == "data" and is_same_memory(args[0], args[1]):
                 return None  # `module.to(device)` where the module is there already
-            raise NotRecordable(f"Tensor.{func.__self__.__name__} is assigned in {self.builder.here()}")
+            hint = "; an update of parameters belongs between steps (on_train_batch_start, on_train_batch_end)"
+            hint = hint if func.__self__.__name__ == "data" else ""
+            raise NotRecordable(f"Tensor.{func.__self__.__name__} is assigned in {self.builder.here()}{hint}")
         if func is torch.autograd.grad or func is torch.autograd.backward or name == "backward":
             raise NotRecordable(f"{name} is called while the model runs, in {self.builder.here()}")
         if name in ops.DATA_READS:
