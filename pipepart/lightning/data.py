@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipepart.errors import PlanError
+from pipepart.lightning.first_batch import PreparedFirst
 from pipepart.lightning.namespaces import of, overridden
 from pipepart.lightning.random_states import isolate_rng
+from pipepart.lightning.run_patches import RunPatches
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LoaderAround",
     "batches_ahead",
+    "begin_streams",
     "ends_together",
     "loader_number",
     "needs_agreement",
@@ -33,6 +36,7 @@ __all__ = [
     "shared_example",
     "steps_ahead",
     "transfer_hook",
+    "unwrapped",
     "why_not_ahead",
 ]
 
@@ -40,17 +44,20 @@ __all__ = [
 # ---- the first batch
 
 
-def shared_example(trainer: Trainer, given: Any, broadcast: Callable[[Any], Any]) -> Any:
+def shared_example(trainer: Trainer, given: Any, broadcast: Callable[[Any], Any], patches: RunPatches) -> Any:
     """The batch to record with, on every rank: the `given` one, or the first batch of rank 0. Every rank must call it.
 
-    None: this run has no loader, a limit of 0 batches, or an empty loader.
+    None: this run has no loader, a limit of 0 batches, or an empty loader. `patches` are those of the run.
     """
     if given is not None:
         return trainer.strategy.batch_to_device(broadcast(given))
-    loader = _open_loader(trainer)
+    loader = _open_loader(trainer, patches)
     if loader is None:
         return None
-    return of_rank_zero(trainer, _first_batch(trainer, loader) if trainer.is_global_zero else None, broadcast)
+    first = _prepared_once(trainer, _first_batch(trainer, loader), patches) if trainer.is_global_zero else None
+    if trainer.state.fn != "fit":
+        begin_streams(loader)
+    return of_rank_zero(trainer, first, broadcast)
 
 
 def of_rank_zero(trainer: Trainer, batch: Any, broadcast: Callable[[Any], Any]) -> Any:
@@ -65,32 +72,64 @@ def received(trainer: Trainer, batch: Any) -> Any:
     return module._call_batch_hook("transfer_batch_to_device", batch, trainer.strategy.root_device, 0)
 
 
-def _open_loader(trainer: Trainer) -> Any:
-    """The loader that the trainer is about to run, if any. Every rank must call it (Lightning waits for all)."""
-    loop: Any = trainer.fit_loop if trainer.state.fn == "fit" else trainer._active_loop
+def _open_loader(trainer: Trainer, patches: RunPatches) -> Any:
+    """The loader that the trainer is about to run, if any. Every rank must call it (Lightning waits for all).
+
+    Loops of an evaluation would ask for their loaders once more when they run.
+    """
+    fitting = trainer.state.fn == "fit"
+    loop: Any = trainer.fit_loop if fitting else trainer._active_loop
     loop.setup_data()
+    if not fitting:
+        patches.put(loop, "setup_data", _not_the_next(loop.setup_data))
     loader = loop._combined_loader
     return None if loader is None or not loader.flattened else loader
 
 
-def loader_number(trainer: Trainer) -> int | None:
-    """The number of the loader of the first batch, if steps of this run get it: an evaluation of several, one by one."""
+def loader_number(trainer: Trainer, opened: bool, patches: RunPatches) -> int | None:
+    """The number of the loader of the first batch, if steps of this run get it: an evaluation of several, one by one.
+
+    `opened`: `shared_example` has opened the loader.
+    """
     if trainer.state.fn == "fit":
         return None
     loop: Any = trainer._active_loop
-    loop.setup_data()
-    loop._verify_dataloader_idx_requirement()  # Lightning's own words, before the step is recorded
-    loader = loop._combined_loader
+    loader = loop._combined_loader if opened else _open_loader(trainer, patches)
+    if loader is not None:
+        loop._verify_dataloader_idx_requirement()  # Lightning's own words, before the step is recorded
+        begin_streams(loader)
     several = loader is not None and loader._mode == "sequential" and len(loader.flattened) > 1
     return 0 if several else None
+
+
+def _not_the_next(function: Callable[[], None]) -> Callable[[], None]:
+    """The function, of which the next call does nothing."""
+    calls: list[None] = []
+
+    def call() -> None:
+        calls.append(None)
+        if len(calls) > 1:
+            function()
+
+    return call
 
 
 def reopen(trainer: Trainer) -> None:
     """Start the training data again, at the position of a checkpoint if there is one."""
     loop: Any = trainer.fit_loop
     if loop._data_fetcher is not None:
+        begin_streams(loop._combined_loader)
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
+
+
+def begin_streams(loader: Any) -> None:
+    """Let the streams of a combined loader continue where planning has stopped reading them."""
+    for one in loader.flattened:
+        while isinstance(one, LoaderAround):
+            if hasattr(type(one), "begin"):
+                one.begin()
+            one = one._loader
 
 
 def steps_ahead(trainer: Trainer) -> float:
@@ -101,21 +140,29 @@ def steps_ahead(trainer: Trainer) -> float:
 
 
 def _first_batch(trainer: Trainer, loader: Any) -> Any:
-    """The first batch of a loader, as the step will receive it; None if it has none. The run still begins with this batch.
+    """The first batch of a loader, as it gives it; None if it has none. The run still begins with this batch.
 
     Random states (global ones, and the generators of loaders and samplers) and the positions of loaders that have one
-    (`state_dict`, `load_state_dict`) are restored. A dataset that cannot be iterated twice loses the batch; such a run
-    gives `example_batch` to the strategy instead.
+    (`state_dict`, `load_state_dict`) are restored. Streams that can be read only once keep the batch (`read_once`).
     """
     # Training takes one batch of every loader at once, evaluation (if not told otherwise) one loader after the other.
     at_once = loader._mode != "sequential"
     with isolate_rng(), _generators_kept(loader.flattened), _positions_kept(loader.flattened):
-        found = [next(iter(_unwrapped(one)), None) for one in (loader.flattened if at_once else loader.flattened[:1])]
+        found = [next(iter(_read_alone(one)), None) for one in (loader.flattened if at_once else loader.flattened[:1])]
     if any(batch is None for batch in found):
         return None
-    return prepare(
-        trainer, tree_unflatten(found, of(trainer)._tree_flatten(loader.iterables)[1]) if at_once else found[0]
-    )
+    return tree_unflatten(found, of(trainer)._tree_flatten(loader.iterables)[1]) if at_once else found[0]
+
+
+def _prepared_once(trainer: Trainer, batch: Any, patches: RunPatches) -> Any:
+    """The batch as the step will receive it. If the run begins with the same batch, its hooks do not run again."""
+    module: Any = trainer.lightning_module
+    if batch is None or not transfer_hook(trainer, module):
+        return None if batch is None else prepare(trainer, batch)
+    first = PreparedFirst(trainer.precision_plugin.convert_input(batch))
+    prepared = prepare(trainer, batch)
+    first.pass_on(prepared, trainer, patches)
+    return prepared
 
 
 def prepare(trainer: Trainer, batch: Any) -> Any:
@@ -128,7 +175,7 @@ def prepare(trainer: Trainer, batch: Any) -> Any:
 
 @contextmanager
 def _positions_kept(loaders: list[Any]) -> Iterator[None]:
-    own = [_unwrapped(loader) for loader in loaders]
+    own = [unwrapped(loader) for loader in loaders]
     stateful = [one for one in own if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
     states = [(loader, deepcopy(loader.state_dict())) for loader in stateful]
     try:
@@ -205,8 +252,8 @@ def why_not_ahead(trainer: Trainer, module: LightningModule) -> str:
         return hook
     loader: Any = trainer.fit_loop._combined_loader
     for one in loader.flattened if loader is not None else ():
-        if hasattr(_unwrapped(one), "state_dict"):
-            return f"{type(_unwrapped(one)).__name__}.state_dict"
+        if hasattr(unwrapped(one), "state_dict"):
+            return f"{type(unwrapped(one)).__name__}.state_dict"
     return ""
 
 
@@ -239,9 +286,16 @@ class LoaderAround:
         setattr(self._loader, name, value)
 
 
-def _unwrapped(loader: Any) -> Any:
-    """The loader of the user, for a rank that reads it alone."""
-    return _unwrapped(loader._loader) if isinstance(loader, LoaderAround) else loader
+def unwrapped(loader: Any) -> Any:
+    """The loader of the user."""
+    return unwrapped(loader._loader) if isinstance(loader, LoaderAround) else loader
+
+
+def _read_alone(loader: Any) -> Any:
+    """The loader for a rank that reads it alone; a stream keeps what is read."""
+    while isinstance(loader, LoaderAround) and not hasattr(type(loader), "begin"):
+        loader = loader._loader
+    return loader
 
 
 # ---- streams
@@ -249,7 +303,7 @@ def _unwrapped(loader: Any) -> Any:
 
 def needs_agreement(loader: Any) -> bool:
     """Whether ranks may see different numbers of batches: with streams, not with datasets that have an index."""
-    loader = _unwrapped(loader)
+    loader = unwrapped(loader)
     if isinstance(loader, DataLoader):
         return isinstance(loader.dataset, IterableDataset)
     return not hasattr(loader, "__len__")

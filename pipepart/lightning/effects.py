@@ -6,31 +6,36 @@ extra outputs of the recording, and `repeat_effects` repeats them after each ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torchmetrics import Metric
 
-from pipepart.errors import ConfigError
+from pipepart.errors import CaptureError, ConfigError
+from pipepart.lightning.attributes import attribute_setter
+from pipepart.lightning.follows import Follows, Sizes, follows, shape_of, sizes_of
+from pipepart.lightning.fresh_metrics import FreshMetric
 from pipepart.lightning.lightning_step import Logs, detached, record_lightning_step, with_class
 from pipepart.lightning.manual_step import ManualNotes
-from pipepart.lightning.metrics import Later, metric_members, outer_metrics
-from pipepart.lightning.watched_containers import Path, Touched, Watched, text_of, watched_containers
+from pipepart.lightning.metrics import Later, NeedsValue, all_metrics, metric_members
+from pipepart.lightning.watched_containers import Path, Touched, text_of, watched_containers
 from pipepart.recording import ExtraOutput, Recording
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
-from pipepart.recording.model_state.reachable import OWN_NAMES
+from pipepart.recording.model_state.places import is_plain_value
+from pipepart.recording.model_state.reads import active
 from pipepart.recording.op import op_of
-from pipepart.recording.recorded_run.symbols import is_tracked, plain
+from pipepart.recording.recorded_run.symbols import atoms_of, is_tracked, plain, value_from
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["UNSEEN", "Effect", "Effects", "Follows", "Sizes", "follows", "record_with_effects", "sizes_of"]
+__all__ = ["Effect", "Effects", "record_with_effects"]
 
 _KEY = "pipepart_effect"
 """The name under which an extra output has its effect, and the position of its value in the effect (None: no value)."""
@@ -39,101 +44,13 @@ _ACT = "act"
 repeats it."""
 
 
-# ---- how a value follows the number of samples
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of the batch in one run of a step."""
-
-    samples: int | None
-    """Number of samples. None: the batch is split as a container, and no dimension holds its samples."""
-    others: tuple[tuple[int, ...], ...]
-    """All other sizes of the batch."""
-
-
-@dataclass(frozen=True)
-class Follows:
-    """Relation of a value to the number of samples, as seen in runs of a step at several sizes."""
-
-    dims: tuple[int, ...] | None = None
-    """Dimensions of a tensor that grow with the number of samples. None: only one number of samples was seen."""
-    counts: bool = False
-    """Whether the value is a number that is proportional to the number of samples."""
-
-    def dim(self, shapes: Sequence[torch.Size], sizes: Sequence[int]) -> int | None:
-        """The dimension along which values of micro-batches of `sizes` samples are concatenated; None if there is none.
-
-        ValueError: the dimension is ambiguous.
-        """
-        if len({len(shape) for shape in shapes}) != 1:
-            raise ValueError("the number of dimensions differs between micro-batches")
-        every = range(len(shapes[0]))
-        differ = {d for d in every if len({shape[d] for shape in shapes}) > 1}
-        found = differ | set(self.dims or ())
-        if self.dims is None and not differ:
-            found = {d for d in every if all(shape[d] == size for shape, size in zip(shapes, sizes))}
-        if len(found) > 1:
-            raise ValueError(f"its dimensions {sorted(found)} all follow the number of samples")
-        return next(iter(found), None)
-
-
-UNSEEN = Follows()
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of a tensor. Reading them is not recorded."""
-    with torch._C.DisableTorchFunction():
-        return tuple(int(size) for size in tensor.shape)
-
-
-def sizes_of(leaves: Iterable[Any], batching: Batching | None) -> Sizes:
-    """The sizes of a batch as the step receives it. Reading them is not recorded."""
-    samples: int | None = None
-    others = []
-    dims = batching.dims if batching is not None else ()
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        shape = _shape(leaf)
-        dim = dims[index] if index < len(dims) else None
-        if dim is not None:
-            samples = shape[dim] if samples is None else samples
-            shape = shape[:dim] + shape[dim + 1 :]
-        others.append(shape)
-    return Sizes(samples, tuple(others))
-
-
-def follows(seen: Mapping[Sizes, Any]) -> Follows:
-    """Derive `Follows` from the shapes (or numbers) of one value in several runs."""
-    pairs = [
-        (a, b)
-        for a in seen
-        for b in seen
-        if a != b and (a.samples is None or (a.samples < (b.samples or 0) and a.others == b.others))
-    ]
-    if not pairs:
-        return UNSEEN
-    first, second = pairs[0]
-    if not isinstance(seen[first], tuple):
-        proportional = first.samples and seen[first] * (second.samples or 0) == seen[second] * first.samples
-        return Follows((), bool(proportional) and seen[first] != seen[second])
-    if len({len(shape) for shape in seen.values()}) > 1:
-        return UNSEEN
-    every = range(len(seen[first]))
-    return Follows(tuple(d for d in every if any(seen[a][d] != seen[b][d] for a, b in pairs)))
-
-
-# ---- effects
-
-
 @dataclass(eq=False)
 class Effect:
     """One effect of a step."""
 
     kind: str
-    """"log", "set", a method of a container ("append", "extend", "setitem", "setdefault", "add", ...), or a method of a
-    metric: "forward", "update", "compute", "reset"."""
+    """"log", "set", "number" (computed from others), a method of a container ("append", "extend", "setitem", "setdefault",
+    "add", ...; "call" for others), or a method of a metric: "forward", "update", "compute", "reset"."""
     target: str
     """The attribute or the metric, as a path from the module, or the logged name."""
     ordinal: int
@@ -152,6 +69,10 @@ class Effect:
         return self.kind in ("forward", "update", "compute", "reset")
 
     @property
+    def uses_metric(self) -> bool:
+        return self.on_metric or "metric" in self.options
+
+    @property
     def is_mean(self) -> bool:
         """Whether the effect logs a value with the reduction "mean", the default."""
         return self.kind == "log" and self.options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
@@ -168,8 +89,17 @@ class Effects:
     """Outputs of the graph that the runtime must not merge, since an effect needs those of all micro-batches."""
     averaged: frozenset[int] = frozenset()
     """Outputs of the graph that Lightning averages over replicas (`sync_dist=True`)."""
+    hidden: Mapping[str, Any] = field(default_factory=dict)
+    """Metrics that are in no registry of modules, by path."""
+    constants: Mapping[int, Any] = field(default_factory=dict)
+    """Values of effects that are equal in every step, by the number of the effect."""
     checked: bool = False
     """Whether the batch check has shown that values of one shape for all micro-batches are equal, or means over samples."""
+
+    def metrics(self, module: nn.Module) -> dict[str, Any]:
+        """The metrics that the step uses, by path."""
+        paths = {e.target if e.on_metric else e.options["metric"] for e in self.all if e.uses_metric}
+        return {path: self.hidden[path] if path in self.hidden else module.get_submodule(path) for path in paths}
 
     @property
     def reduced_otherwise(self) -> frozenset[int]:
@@ -188,47 +118,72 @@ def record_with_effects(
     module: LightningModule, step: str, batch: Any, *, batching: Batching | None = None, **options: Any
 ) -> tuple[Recording, Effects, ManualNotes | None]:
     """Record a step, its effects and its acts. The options are those of `record_lightning_step`."""
-    watch = _Watch(module, batching)
-    with watch.installed():
-        recording = record_lightning_step(module, step, batch, batching=batching, logs=watch, **options)
-    return *watch.finish(recording), watch.manual
+    fresh: set[str] = set()
+    converting = False
+    while True:
+        watch = _Watch(module, step, batching, fresh)
+        try:
+            with watch.installed():
+                recording = record_lightning_step(
+                    module, step, batch, batching=batching, logs=watch, converting=converting, **options
+                )
+        except NeedsValue as need:  # once for each metric
+            fresh.add(need.path)
+            continue
+        if converting or not watch.undecided:
+            return *watch.finish(recording), watch.manual
+        converting = True
 
 
 class _Watch(Logs):
     """Notes the effects of each run of a step. A step runs several times, at several sizes, while it is recorded."""
 
-    def __init__(self, module: LightningModule, batching: Batching | None) -> None:
+    def __init__(self, module: LightningModule, step: str, batching: Batching | None, fresh: Collection[str]) -> None:
+        """`fresh` are the metrics whose values the step computes with."""
         super().__init__()
-        self.module, self.batching = module, batching
+        self.module, self.trains, self.batching = module, step == "training_step", batching
         self.is_running = False
         self.sizes = Sizes(None, ())
         self.count = 0
         self.results: dict[int, Later] = {}
-        """Leaves of the last result that are values of metrics."""
+        """Leaves of the result of the last recorded run that are values of metrics, or numbers."""
         self.seen: dict[tuple[int, int], dict[Sizes, Any]] = {}
         """(effect, position) -> the shape or the number at each size of the batch."""
         self.touched = Touched()
         self.given: list[tuple[str, Any, list[Any], trees.Tree]] = []
         """Containers that were put into others, with their content at that time."""
-        self.metrics = outer_metrics(module)
+        self.numbers: dict[int, tuple[Any, Later]] = {}
+        """Tracked numbers that were noted in this run."""
+        self.leads: list[int] = []
+        """For each call of `note` in the last recorded run, the extra outputs that its numbers needed."""
+        self.calls = 0
+        self.decided: dict[tuple[int, str, int], Any] = {}
+        """(effect, its kind and target, position) -> the value that Python decided in the first recorded run."""
+        self.undecided: dict[str, tuple[Any, Any]] = {}
+        self.metrics = all_metrics(module)
+        self.fresh = {path: FreshMetric(self.metrics[path]) for path in fresh}  # type: ignore[arg-type]
         self.paths = {id(metric): path for path, metric in self.metrics.items()}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the module and its metrics report their use by a step."""
         members = {
-            "__setattr__": _set_attribute(self, type(self.module).__setattr__),
+            "__setattr__": attribute_setter(self, type(self.module).__setattr__),
             "_pipepart_sets": True,  # tensors that the step keeps are set after it, with the values of the whole batch
         }
         with ExitStack() as stack:
             for path, metric in self.metrics.items():
-                stack.enter_context(with_class(metric, metric_members(path, metric, self.note)))
+                members_ = metric_members(path, metric, self.note, self.fresh.get(path))
+                stack.enter_context(with_class(metric, members_))
             stack.enter_context(with_class(self.module, members))
             yield
 
     @contextmanager
     def running(self, module: nn.Module, batch: Any) -> Iterator[None]:
-        self.extras, self.count, self.results, self.given = [], 0, {}, []
+        self.extras, self.count, self.given = [], 0, []
+        self.numbers, self.calls = {}, 0
+        for metric in self.fresh.values():
+            metric.start()
         self.sizes = sizes_of(trees.leaves_of(batch), self.batching)
         self.is_running = True
         try:
@@ -245,40 +200,90 @@ class _Watch(Logs):
             self.note("log", name, None, {**options, "metric": self.paths[id(value)]})
         else:
             raise ConfigError(
-                f"the step logs a metric as {name!r} that is not an attribute of the module. Make it an attribute (self.NAME)."
+                f"the step logs a metric as {name!r} that the module does not hold. Make it an attribute (self.NAME)."
             )
 
     def act(self, text: str) -> None:
         self.note(_ACT, text, None)
 
     def returned(self, result: Any) -> Any:
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if self.trains and isinstance(loss, Later):
+            loss.needed()
         leaves, tree = trees.flatten(result)
-        self.results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
+        leaves = self._known_later(leaves)
+        if active() is not None:
+            self.results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
         return trees.unflatten([0.0 if isinstance(leaf, Later) else leaf for leaf in leaves], tree)
 
     def note(self, kind: str, target: str, value: Any, options: dict[str, Any] | None = None) -> int:
         """Note an effect and return its number. Computed leaves become extra outputs, constants stay in the effect."""
-        effect = Effect(kind, target, self.count, options=options or {})
+        leaves, tree = trees.flatten(value)
+        leaves = self._known_later(leaves)
+        effect = Effect(kind, target, self.count, tree, options=options or {})
         self.count += 1
-        leaves, effect.tree = trees.flatten(value)
+        self._add(effect, leaves)
+        return effect.ordinal
+
+    def _add(self, effect: Effect, leaves: list[Any]) -> None:
         extras = []
+        name = f"{effect.kind} {effect.target}"
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) or is_tracked(leaf):
                 effect.leaves.append(None)
-                size = _shape(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf)
-                self.seen.setdefault((effect.ordinal, position), {})[self.sizes] = size
+                if active() is not None:  # runs that are not recorded have other numbers of effects
+                    size = shape_of(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf)
+                    self.seen.setdefault((effect.ordinal, position), {})[self.sizes] = size
                 about = {_KEY: (effect, position)}
-                extras.append(ExtraOutput(f"{kind} {target} {position}", detached(leaf), about))
+                extras.append(ExtraOutput(f"{name} {position}", detached(leaf), about))
             else:
                 effect.leaves.append(leaf)
-        self.extras += extras or [ExtraOutput(f"{kind} {target}", 0.0, {_KEY: (effect, None)})]
-        return effect.ordinal
+                self._decide((effect.ordinal, name, position), leaf)
+        self.extras += extras or [ExtraOutput(name, 0.0, {_KEY: (effect, None)})]
+
+    def _decide(self, key: tuple[int, str, int], value: Any) -> None:
+        """Compare a value that Python has decided with that of the first run: it must not come from a clock or from chance."""
+        if active() is None or not is_plain_value(value):
+            return
+        before = self.decided.setdefault(key, value)
+        if type(before) is type(value) and before != value and before == before:
+            self.undecided.setdefault(key[1], (before, value))
+
+    def _known_later(self, leaves: list[Any]) -> list[Any]:
+        """Replace tracked numbers by values that are known after the step, computed from the numbers of the whole batch.
+
+        A run that is not recorded has no tracked numbers; it gets as many extra outputs as a recorded one.
+        """
+        count, call = len(self.extras), self.calls
+        self.calls += 1
+        if active() is None:
+            lead = self.leads[call] if call < len(self.leads) else 0
+            self.extras += [ExtraOutput("number", None, {_KEY: (None, None)})] * lead
+            return leaves
+        found = [self._number(leaf) if is_tracked(leaf) else leaf for leaf in leaves]
+        self.leads[call:] = [len(self.extras) - count]
+        return found
+
+    def _number(self, number: Any) -> Later:
+        """The value of a tracked number after the step. Its atoms are extra outputs: inputs, sizes, and items of tensors."""
+        if id(number) not in self.numbers:
+            atoms = atoms_of(number)
+            compute = value_from(number, {key: itemgetter(i) for i, key in enumerate(atoms)})
+            effect = Effect("number", "", self.count, options={"compute": compute})
+            self.count += 1
+            self._add(effect, list(atoms.values()))
+            self.numbers[id(number)] = number, Later.of(effect.ordinal, "a number")
+        return self.numbers[id(number)][1]
 
     def put(self, kind: str, path: Path, value: Any, key: Any = None) -> None:
         """Note that `value` is put into the container at `path`."""
         self.note(kind, text_of(path), value, {"path": path, "key": key})
         if isinstance(value, (list, dict, set)):
-            self.given.append((text_of(path), value, *trees.flatten(value)))
+            self.gave(text_of(path), value)
+
+    def gave(self, text: str, value: Any) -> None:
+        """Note that a container was put into a place that `text` names. It must not change there unseen."""
+        self.given.append((text, value, *trees.flatten(value)))
 
     def _check_given(self) -> None:
         """Refuse changes of a container after it was put into another one."""
@@ -291,6 +296,13 @@ class _Watch(Logs):
 
     def finish(self, recording: Recording) -> tuple[Recording, Effects]:
         """The recording, without guards on containers that the step only fills, and its effects."""
+        if self.undecided:
+            name, (a, b) = next(iter(self.undecided.items()))
+            raise CaptureError(
+                f"{name}: two runs of the step on one state gave {a!r} and {b!r}, so the value does not come from the batch "
+                "or from the module (a clock, a random number of Python). A recorded step does not run this Python again: do "
+                "it in a hook (on_train_batch_end)."
+            )
         found: dict[int, Effect] = {}
         for extra in recording.extras:
             effect, position = extra.about[_KEY]
@@ -306,7 +318,11 @@ class _Watch(Logs):
         separate = (i for effect in ordered if not _merges_as_mean(effect, recording) for i in effect.outputs.values())
         averaged = (i for e in ordered if e.is_mean and e.options.get("sync_dist") for i in e.outputs.values())
         recording = replace(recording, guards=recording.guards.without(self.touched.covers))
-        return recording, Effects(ordered, dict(self.results), frozenset(separate), frozenset(averaged))
+        fixed = {e.ordinal: e.options["compute"](e.leaves) for e in ordered if e.kind == "number" and not e.outputs}
+        known = {path for path, _ in self.module.named_modules()}
+        hidden = {path: metric for path, metric in self.metrics.items() if path not in known}
+        effects = Effects(ordered, dict(self.results), frozenset(separate), frozenset(averaged), hidden, fixed)
+        return recording, effects
 
 
 def _merges_as_mean(effect: Effect, recording: Recording) -> bool:
@@ -317,30 +333,3 @@ def _merges_as_mean(effect: Effect, recording: Recording) -> bool:
     nodes = [flat[index] for index in effect.outputs.values()]
     ops = [op_of(node) for node in nodes if node.op != "get_attr"]
     return len(ops) == len(nodes) and all(op.shape == () and op.dtype and op.dtype.is_floating_point for op in ops)
-
-
-def _set_attribute(watch: _Watch, assign: Any) -> Any:
-    def set_attribute(self: Any, name: str, value: Any) -> None:
-        if isinstance(value, Watched) and getattr(self, name, None) is value:
-            return  # the second half of +=
-        if watch.is_running and name not in OWN_NAMES:
-            _check_assigned(self, name, value)
-            watch.note("set", name, value)
-        assign(self, name, value)
-
-    return set_attribute
-
-
-def _check_assigned(module: nn.Module, name: str, value: Any) -> None:
-    where = f"the step sets self.{name}"
-    if name in module._parameters or name in module._modules or isinstance(value, nn.Module):
-        raise ConfigError(f"{where}, a part of the model: a recorded step cannot replace it. Replace it in a hook.")
-    if name in module._buffers:
-        raise ConfigError(
-            f"{where}, a buffer: change its content instead, self.{name}.copy_(...), or set it in a hook."
-        )
-    if not any(isinstance(leaf, (torch.Tensor, Later)) for leaf in trees.leaves_of(value)):
-        raise ConfigError(
-            f"{where} to {value!r}. A recorded step does not run this Python again, so a counter or flag would never "
-            f"change: set it in a hook (on_train_batch_end, on_validation_batch_end), or use batch_idx or global_step."
-        )

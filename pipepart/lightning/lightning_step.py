@@ -17,10 +17,10 @@ import torch.nn as nn
 
 from pipepart.errors import CaptureError
 from pipepart.lightning.manual_step import ManualNotes, OptimizerOutline
+from pipepart.lightning.trainer_views import NeedsNumber, TrainerView
 from pipepart.recording import ExtraOutput, Recording, record_step
 from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.model_state.places import Place
-from pipepart.recording.model_state.reads import active
 from pipepart.recording.recorded_run.symbols import is_tracked, plain
 from pipepart.recording.step import register_steps
 
@@ -28,12 +28,7 @@ __all__ = ["Logs", "detached", "record_lightning_step", "with_class"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _COUNTERS = ("global_step", "current_epoch")
-_OF_THE_RANK = {"is_global_zero": True, "global_rank": 0, "local_rank": 0, "node_rank": 0}
-"""A step runs once over all stages, so it reads the values of a single process."""
-_MANUAL = (
-    "manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
-    "clip_gradients",
-)  # fmt: skip
+_MANUAL = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer", "clip_gradients")
 _LOG_ARGUMENTS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
     "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
@@ -79,6 +74,7 @@ def record_lightning_step(
     others: Sequence[Any] = (),
     logs: Logs | None = None,
     outline: OptimizerOutline | None = None,
+    converting: bool = False,
 ) -> Recording:
     """Record ``training_step`` (or another step) of a LightningModule on an example batch.
 
@@ -87,6 +83,7 @@ def record_lightning_step(
     samples; `others` are further batches, for batches from which no rows can be removed. `logs` makes the extra outputs.
     A training step with manual optimization needs the `outline` of its optimizers; its result is then that of
     `ManualNotes.result`.
+    `converting`: follow the results of ``float`` and ``int``.
     """
     if step not in _STEPS:
         raise CaptureError(f"unknown step {step!r}: expected one of {', '.join(_STEPS)}")
@@ -99,7 +96,7 @@ def record_lightning_step(
                 "the fit of a Trainer. Its plan is made there (PipelineStrategy), and it cannot be captured or planned alone."
             )
         notes = collected.manual = ManualNotes(type(module).__name__, outline, collected.act)
-    given = {"batch_idx": batch_idx}
+    given: dict[str, Any] = {"batch_idx": batch_idx}
     if dataloader_idx is not None:
         given["dataloader_idx"] = dataloader_idx
     given.update({name: _counter(module, name) for name in _COUNTERS})
@@ -109,20 +106,26 @@ def record_lightning_step(
         passed.remove("batch_idx")
 
     def run(own: Any, number: dict[str, Any]) -> tuple[Any, list[ExtraOutput]]:
-        counters = {name: number[name] for name in _COUNTERS}
-        with _recording_view(module, counters, collected, notes), collected.running(module, own):
+        with _recording_view(module, number, collected, notes), collected.running(module, own):
             with nullcontext() if notes is None else notes.running():
                 result = getattr(module, step)(own, *(number[name] for name in passed))
                 result = collected.returned(result if notes is None else notes.result(result))
         return result, collected.extras
 
-    recording = record_step(
-        module, step, run, batch, given, entry=method, numbers=numbers, batching=batching, others=others
-    )
+    while True:
+        try:
+            recording = record_step(
+                module, step, run, batch, given, entry=method, numbers=numbers, batching=batching, others=others,
+                converting=converting,
+            )  # fmt: skip
+            break
+        except NeedsNumber as need:
+            given[need.name] = need.value
     if step == "training_step" and recording.loss_index is None and notes is None:
         raise CaptureError(
             f"{type(module).__name__}.training_step returned no loss: expected a scalar tensor that requires grad, or a "
-            f"dict with one under 'loss'; got {recording.output_tree}"
+            f"dict with one under 'loss'; got {recording.output_tree}. A step that returns None for some batches, to skip "
+            "them, is not supported: leave such batches out of the data, or multiply the loss by 0."
         )
     return recording
 
@@ -149,36 +152,6 @@ def _has_step(module: nn.Module, name: str) -> bool:
 register_steps(_has_step, record_lightning_step)
 
 
-class _TrainerView:
-    """Replaces the trainer while a step is recorded: counters are inputs, other attributes are those of the trainer."""
-
-    def __init__(self, trainer: Any, counters: Mapping[str, Any]):
-        self.__dict__.update(_trainer=trainer, _counters=counters)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._counters:
-            return self._counters[name]
-        if name in ("optimizers", "lr_scheduler_configs", "strategy"):
-            raise CaptureError(
-                f"the step reads trainer.{name}, which changes from step to step and is not part of the graph; "
-                "to log the learning rate use lightning's LearningRateMonitor"
-            )
-        if self._trainer is None:
-            raise CaptureError(
-                f"the step reads trainer.{name}, and the module has no trainer yet; attach one, or record inside fit"
-            )
-        if name in _OF_THE_RANK:
-            return _OF_THE_RANK[name]
-        reads = active()
-        return getattr(self._trainer, name) if reads is None else reads.of_trainer(self._trainer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise CaptureError(
-            f"the step sets trainer.{name}. A recorded step does not run this Python again, so the trainer would not change: "
-            "set it in a hook."
-        )
-
-
 @contextmanager
 def with_class(thing: Any, members: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the class of `thing` is a subclass with these members, under the same name."""
@@ -193,7 +166,7 @@ def with_class(thing: Any, members: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _recording_view(
-    module: nn.Module, counters: Mapping[str, Any], logs: Logs, notes: ManualNotes | None
+    module: nn.Module, numbers: Mapping[str, Any], logs: Logs, notes: ManualNotes | None
 ) -> Iterator[None]:
     """Inside, the module has the members that its step sees while it is recorded."""
 
@@ -207,12 +180,13 @@ def _recording_view(
         for name, value in dictionary.items():
             log(name, value, *args, **options)
 
-    now = counters if notes is None else _Counters(counters, notes)
-    view = _TrainerView(getattr(module, "_trainer", None), now)
-    members: dict[str, Any] = {name: property(partial(_read, now, name)) for name in counters}
+    now = numbers if notes is None else _Counters(numbers, notes)
+    view = TrainerView(getattr(module, "_trainer", None), now, _COUNTERS)
+    members: dict[str, Any] = {name: property(partial(_read, now, name)) for name in _COUNTERS}
     members["trainer"] = property(lambda self: view)
-    acting = {name: partial(_refuse, name) for name in _MANUAL} if notes is None else notes.members()
-    attributes = {"log": log, "log_dict": log_dict, **acting}
+    reading = {"optimizers": view.optimizers_of_module, "lr_schedulers": view.lr_schedulers}
+    automatic = {**{name: partial(_refuse, name) for name in _MANUAL}, **reading}
+    attributes = {"log": log, "log_dict": log_dict, **(automatic if notes is None else notes.members())}
     module.__dict__.update(attributes)
     try:
         with with_class(module, members):
@@ -240,8 +214,8 @@ def _read(counters: Mapping[str, Any], name: str, module: nn.Module) -> Any:
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
     raise CaptureError(
-        f"the step calls self.{name}: optimizers and schedulers are not part of a recorded step; return the loss "
-        "and let the trainer optimize (to log the learning rate use lightning's LearningRateMonitor)"
+        f"the step calls self.{name}: optimizers are not part of a recorded step; return the loss and let the trainer "
+        "optimize"
     )
 
 

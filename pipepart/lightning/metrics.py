@@ -15,26 +15,69 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from pipepart.errors import ConfigError, PipelineError
+from pipepart.lightning.fresh_metrics import NOT_FRESH, FreshMetric
 from pipepart.lightning.hook_calls import aside
 from pipepart.lightning.run_patches import RunPatches
+from pipepart.lightning.watched_containers import is_plain_object
 from pipepart.recording.inputs import trees
+from pipepart.recording.model_state.reachable import OWN_NAMES
+from pipepart.recording.recorded_run.ops import is_torch_leaf
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
 
-__all__ = ["ConnectedMetrics", "Later", "made_on_last_stage", "metric_members", "on_this_rank", "outer_metrics"]
+__all__ = [
+    "AnyMetric",
+    "ConnectedMetrics",
+    "Later",
+    "NeedsValue",
+    "all_metrics",
+    "made_on_last_stage",
+    "metric_members",
+    "on_this_rank",
+]
+
+AnyMetric = Metric | MetricCollection
+_DEPTH = 3
 
 
-def outer_metrics(module: nn.Module) -> dict[str, Metric | MetricCollection]:
-    """Metrics by path, without those inside another metric; collections as well as their members."""
-    found: dict[str, Metric | MetricCollection] = {}
-    inside: set[int] = set()
-    for path, child in module.named_modules():
-        if isinstance(child, Metric) and id(child) not in inside:
-            found[path] = child
-            inside.update(id(part) for part in child.modules())
-        elif isinstance(child, MetricCollection):
-            found[path] = child
+def all_metrics(module: nn.Module) -> dict[str, AnyMetric]:
+    """Metrics and collections by path: those of the module and of its submodules, and those in their plain objects.
+
+    A metric inside another one is also here: a step may use it alone.
+    """
+    tree = {path: child for path, child in module.named_modules() if isinstance(child, AnyMetric)}
+    found: dict[str, AnyMetric] = dict(tree)
+    seen = {id(metric) for metric in tree.values()}
+
+    def search(text: str, value: Any, depth: int) -> None:
+        if isinstance(value, AnyMetric) and id(value) not in seen:
+            seen.add(id(value))
+            found[text] = value
+        elif depth and type(value) in (list, tuple):
+            for i, item in enumerate(value):
+                search(f"{text}[{i}]", item, depth - 1)
+        elif depth and type(value) is dict:
+            for key, item in value.items():
+                search(f"{text}[{key!r}]", item, depth - 1)
+        elif depth and is_plain_object(value):
+            for name, item in vars(value).items():
+                search(f"{text}.{name}", item, depth - 1)
+
+    for path, part in module.named_modules():
+        if isinstance(part, AnyMetric) or is_torch_leaf(part):
+            continue
+        for name, value in vars(part).items():
+            if name not in OWN_NAMES:
+                search(f"{path}.{name}" if path else name, value, _DEPTH)
     return found
+
+
+class NeedsValue(ConfigError):
+    """The step computes with the value of a metric, so the ops of the metric must be recorded."""
+
+    def __init__(self, path: str, text: str) -> None:
+        super().__init__(text)
+        self.path = path
 
 
 # ---- while a step is recorded
@@ -46,31 +89,38 @@ class Later:
     The value is known after the step: ``value(known)`` computes it from the values of effects by their numbers.
     """
 
-    def __init__(self, compute: Callable[[Mapping[int, Any]], Any], origin: str) -> None:
-        self.__dict__.update(_compute=compute, _origin=origin)
+    def __init__(self, compute: Callable[[Mapping[int, Any]], Any], origin: str, metric: str | None = None) -> None:
+        self.__dict__.update(_compute=compute, _origin=origin, _metric=metric)
 
     @staticmethod
-    def of(ordinal: int, origin: str, key: str | None = None) -> Later:
-        """The value of effect number `ordinal`, or one entry of it if it is a dict."""
-        return Later(lambda known: known[ordinal] if key is None else known[ordinal][key], origin)
+    def of(ordinal: int, origin: str, key: str | None = None, metric: str | None = None) -> Later:
+        """The value of effect number `ordinal`, or one entry of it if it is a dict.
+
+        `metric` is the path of the metric whose ops can be recorded instead.
+        """
+        return Later(lambda known: known[ordinal] if key is None else known[ordinal][key], origin, metric)
+
+    def needed(self) -> None:
+        """Refuse a use of the value in the loss, or ask for the ops of the metric, if they can be recorded."""
+        text = (
+            f"the step computes with the value of {self._origin} and a tensor of the model. That value is known "
+            "after the step, on the last stage: log it unchanged, or use torchmetrics.functional in the step."
+        )
+        raise ConfigError(text) if self._metric is None else NeedsValue(self._metric, text)
 
     def value(self, known: Mapping[int, Any]) -> Any:
         return self._compute(known)
 
     def _then(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Later:
-        for item in (*args, *kwargs.values()):
-            if isinstance(item, torch.Tensor):
-                raise ConfigError(
-                    f"the step computes with the value of {self._origin} and a tensor of the model. That value is known "
-                    "after the step, on the last stage: log it unchanged, or use torchmetrics.functional in the step."
-                )
+        if any(isinstance(item, torch.Tensor) for item in (*args, *kwargs.values())):
+            self.needed()
 
         def compute(known: Mapping[int, Any]) -> Any:
             given = [item.value(known) if isinstance(item, Later) else item for item in args]
             named = {key: item.value(known) if isinstance(item, Later) else item for key, item in kwargs.items()}
             return function(*given, **named)
 
-        return Later(compute, self._origin)
+        return Later(compute, self._origin, self._metric)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -106,14 +156,16 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "getitem", "lt", "le", "gt"
 
 
 def metric_members(
-    path: str, metric: Metric | MetricCollection, note: Callable[[str, str, Any], int]
+    path: str, metric: AnyMetric, note: Callable[[str, str, Any], int], fresh: FreshMetric | None = None
 ) -> dict[str, Any]:
     """Methods that replace those of a metric in a recorded step.
 
-    Each call is passed to ``note(kind, path, (args, kwargs))``, which returns the number of the effect.
+    Each call is passed to ``note(kind, path, (args, kwargs))``, which returns the number of the effect. With `fresh`, the
+    value of a batch is computed by ops of the graph, so that the step can compute with it.
     """
 
     def call(kind: str, *args: Any, **kwargs: Any) -> Any:
+        value = NOT_FRESH if fresh is None else fresh.call(kind, args, kwargs)
         if kind == "compute" and isinstance(metric, MetricCollection):
             raise ConfigError(
                 f"the step calls self.{path}.compute() of a collection. Call it in on_..._epoch_end, or log the collection."
@@ -121,10 +173,13 @@ def metric_members(
         ordinal = note(kind, path, (args, kwargs))
         if kind not in ("forward", "compute"):
             return None
+        if value is not NOT_FRESH:
+            return value
         if isinstance(metric, MetricCollection):
             names = [str(name) for name in MetricCollection.keys(metric)]
             return {name: Later.of(ordinal, f"metric {path}", name) for name in names}
-        return Later.of(ordinal, f"metric {path}")
+        recordable = path if fresh is None else None
+        return Later.of(ordinal, f"metric {path}", metric=recordable)
 
     def attribute(kind: str) -> property:
         return property(lambda self: lambda *args, **kwargs: call(kind, *args, **kwargs))
@@ -182,13 +237,13 @@ class ConnectedMetrics:
         groups = runtime.groups
         if groups is None:
             return
-        self._metrics = [metric for metric in outer_metrics(module).values() if isinstance(metric, Metric)]
-        for metric in self._metrics:
-            for part in _parts(metric):
-                # Metrics gather over the world by default; the other stages of a replica have nothing to add.
-                self._reach.put(part, "process_group", groups.copies)
-                self._reach.put(part, "distributed_available_fn", _no if groups.copies is None else _yes)
-            self._compute.put(metric, "compute", _shared_compute(metric.compute, runtime))
+        self._metrics = [metric for metric in all_metrics(module).values() if isinstance(metric, Metric)]
+        parts = {id(part): part for metric in self._metrics for part in _parts(metric)}
+        for part in parts.values():
+            # Metrics gather over the world by default; the other stages of a replica have nothing to add.
+            self._reach.put(part, "process_group", groups.copies)
+            self._reach.put(part, "distributed_available_fn", _no if groups.copies is None else _yes)
+            self._compute.put(part, "compute", _shared_compute(part.compute, runtime))
 
     def release(self) -> None:
         """Restore the original metrics."""
@@ -231,11 +286,13 @@ def _no() -> bool:
 
 def _shared_compute(own: Callable[..., Any], runtime: StageRuntime) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
+        def alone() -> Any:
+            with on_this_rank():  # metrics inside this one
+                return own(*args, **kwargs)
+
         if _alone:
-            return own(*args, **kwargs)
+            return alone()
         with aside():
-            return made_on_last_stage(
-                runtime, lambda: own(*args, **kwargs), "the last stage could not compute a metric"
-            )
+            return made_on_last_stage(runtime, alone, "the last stage could not compute a metric")
 
     return compute

@@ -28,6 +28,7 @@ from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.namespaces import of
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.ranks import RankCollectives, device_of
+from pipepart.lightning.read_once import read_once
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
 from pipepart.lightning.run_features import RunFeatures
@@ -148,7 +149,8 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
         return {"num_replicas": self.mesh.replicas, "rank": self.mesh.replica_of(self.global_rank)}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        return self._ranks.loader(self._batches.loader(dataloader))
+        kept = read_once(dataloader) if self._steps is None else dataloader  # planning opens it before the run does
+        return self._ranks.loader(self._batches.loader(kept))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if device is None and self._batches.stay_on_host():
@@ -215,8 +217,7 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
             check_module(module)
         self._checkpoints.await_setup()
         super().setup_environment()
-        # The current device, which not every accelerator of Lightning sets.
-        local_device(self.local_rank, self.root_device)
+        local_device(self.local_rank, self.root_device)  # the current one, which not every accelerator sets
         assert self.cluster_environment is not None
         self.set_world_ranks()
         limit_threads(self.num_processes)
@@ -251,10 +252,11 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
             self._ranks.share_weights(module)
             step = "training_step" if fitting else _EVALUATION[trainer.state.fn]
             with isolate_rng():  # random numbers that planning draws do not change those of the run
-                example = shared_example(trainer, self._options.example_batch, self.broadcast)
+                example = shared_example(trainer, self._options.example_batch, self.broadcast, self._patches)
                 if example is not None:
-                    self._opened = self._options.example_batch is None and fitting
-                    self._build(trainer, module, step, example, loader_number(trainer))
+                    opened = self._options.example_batch is None
+                    self._opened = opened and fitting
+                    self._build(trainer, module, step, example, loader_number(trainer, opened, self._patches))
         if self._steps is not None:
             self._steps.start(self.step_times, self._seed)
         self._checkpoints.load_waiting(module, self._whole.runtime)

@@ -23,6 +23,7 @@ from pipepart.lightning.manual_run import ManualSteps
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.repeat_effects import repeat_effects
 from pipepart.lightning.step_updates import check_updates
+from pipepart.lightning.trainer_views import number_of_trainer
 from pipepart.recording import Recording
 from pipepart.recording.model_state.places import Place
 from pipepart.runtime import StageRuntime, StepRequest
@@ -292,7 +293,7 @@ class RecordedSteps:
             if added.segments is not None and self._manual is not None:
                 self._manual.drop(dropped, runtime)
 
-    def _numbers(self, batch_idx: int, loader: int | None) -> dict[str, int]:
+    def _numbers(self, batch_idx: int, loader: int | None) -> dict[str, Any]:
         """The numbers of a step, by the names of their inputs."""
         trainer = self._module.trainer
         return {
@@ -309,6 +310,8 @@ class RecordedSteps:
         def flatten(recording: Recording) -> list[Any]:
             wanted = {item.name for item in recording.inputs if item.kind == "number"}
             own = {key: value for key, value in numbers.items() if key in wanted}
+            rates = {name: number_of_trainer(self._module.trainer, name) for name in wanted}
+            own |= {name: rate for name, rate in rates.items() if rate is not None}
             leaves = recording.flatten((batch,), own)
             pieces = pieces_of(batch, runtime.root, runtime.options.batch_dim, False, runtime.plan.microbatches)
             if pieces is None:

@@ -15,8 +15,9 @@ from torchmetrics import Metric, MetricCollection
 
 from pipepart.build.batch_verdict import SamplesMeet
 from pipepart.errors import PipelineError
-from pipepart.lightning.effects import Effect, Effects, Follows
-from pipepart.lightning.metrics import Later, made_on_last_stage, on_this_rank, outer_metrics
+from pipepart.lightning.effects import Effect, Effects
+from pipepart.lightning.follows import Follows
+from pipepart.lightning.metrics import Later, made_on_last_stage, on_this_rank
 from pipepart.lightning.watched_containers import container_at
 from pipepart.recording import Recording
 from pipepart.recording.inputs import trees
@@ -34,16 +35,16 @@ def repeat_effects(
     effects: Effects, result: StepResult, recording: Recording, module: LightningModule, runtime: StageRuntime
 ) -> Any:
     """Repeat all effects of a step that has run, and return the result of the step."""
-    metrics = outer_metrics(module) if any(effect.on_metric for effect in effects.all) else {}
-    values: dict[int, Any] = {}
+    metrics = effects.metrics(module)
+    values: dict[int, Any] = dict(effects.constants)
     if effects.separate or metrics:
-        values = made_on_last_stage(
+        values |= made_on_last_stage(
             runtime,
             lambda: _values(effects, result, metrics),
             "the last stage failed after the step, while feeding metrics or merging values",
         )
     for effect in effects.all:
-        _apply(effect, values, result, module, runtime)
+        _apply(effect, values, result, module, runtime, metrics)
     outputs = list(result.outputs)
     for index, later in effects.returned.items():
         outputs[index] = later.value(values)
@@ -56,10 +57,13 @@ def repeat_effects(
 @on_this_rank()
 def _values(effects: Effects, result: StepResult, metrics: Mapping[str, Any]) -> dict[int, Any]:
     """Values of effects by their numbers."""
-    known: dict[int, Any] = {}
+    known: dict[int, Any] = dict(effects.constants)
     for effect in effects.all:
         if effect.on_metric:
             known[effect.ordinal] = _feed(effect, metrics[effect.target], result, known)
+        elif effect.kind == "number" and effect.outputs:
+            parts = {i: _whole(effect, i, result, effects.checked) for i in effect.outputs}
+            known[effect.ordinal] = effect.options["compute"]({**dict(enumerate(effect.leaves)), **parts})
         elif any(index in effects.separate for index in effect.outputs.values()):
             known[effect.ordinal] = [_whole(effect, i, result, effects.checked) for i in sorted(effect.outputs)]
     return known
@@ -72,10 +76,11 @@ def _whole(effect: Effect, position: int, result: StepResult, checked: bool) -> 
     how = effect.options.get("reduce_fx", "mean") if effect.kind == "log" else "mean"
     name = f"self.log({effect.target!r})" if effect.kind == "log" else effect.target
     name = f"self.{name}" if effect.kind == "set" else name
+    name = "a Python number of the step" if effect.kind == "number" else name
     try:
         whole = merge_values(values, effect.follows[position], result.sizes, how, result.laws[index])
     except ValueError as error:
-        shapes = [tuple(value.shape) for value in values]
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
         raise PipelineError(
             f"{name}: the values of {len(values)} micro-batches cannot be combined into that of the batch: {error}.\n"
             f"  expected: one dimension for the samples\n  got: tensors of the shapes {shapes}\n"
@@ -159,7 +164,7 @@ def merge_values(
         return add_up(values, None if law == "sum" else sizes.weights)
     if not isinstance(first, torch.Tensor):
         if isinstance(first, (int, float)) and not isinstance(first, bool):
-            return sum(values) if follows.counts else _mean(list(values), sizes)
+            return _of_numbers(values, follows)
         return values[-1]
     dim = follows.dim([value.shape for value in values], sizes.sizes)
     if dim is not None:
@@ -178,24 +183,33 @@ def merge_values(
     return add_up(values, sizes.weights)
 
 
-def _mean(values: list[Any], sizes: MicrobatchSizes) -> Any:
-    if all(value == values[0] for value in values):
-        return values[0]
-    return sum(value * weight for value, weight in zip(values, sizes.weights))
+def _of_numbers(values: Sequence[Any], follows: Follows) -> Any:
+    """A size or an input of the whole batch."""
+    if follows.counts:
+        return sum(values)
+    if any(value != values[0] for value in values):
+        raise ValueError("it is neither equal in all micro-batches nor proportional to the number of samples")
+    return values[0]
 
 
 # ---- on every rank
 
 
 def _apply(
-    effect: Effect, values: Mapping[int, Any], result: StepResult, module: LightningModule, runtime: StageRuntime
+    effect: Effect,
+    values: Mapping[int, Any],
+    result: StepResult,
+    module: LightningModule,
+    runtime: StageRuntime,
+    metrics: Mapping[str, Any],
 ) -> None:
+    if effect.kind == "number":
+        return
     if effect.on_metric:
         if effect.kind == "forward" and not runtime.is_last:
-            _remember(module.get_submodule(effect.target), values[effect.ordinal])
+            _remember(metrics[effect.target], values[effect.ordinal])
         elif effect.kind == "reset" and not runtime.is_last:
-            metric: Any = module.get_submodule(effect.target)
-            metric.reset()
+            metrics[effect.target].reset()
         return
     if effect.ordinal in values:
         computed = dict(zip(sorted(effect.outputs), values[effect.ordinal]))
@@ -206,7 +220,7 @@ def _apply(
         options = dict(effect.options)
         path = options.pop("metric", None)
         if path is not None:
-            value = module.get_submodule(path)
+            value = metrics[path]
         averaged = options.get("sync_dist") and any(result.laws[i] == "sum" for i in effect.outputs.values())
         size = result.samples if averaged else result.sizes.batch_size
         module.log(effect.target, value, **{"batch_size": size, **options})
@@ -224,6 +238,8 @@ def _put(module: LightningModule, effect: Effect, value: Any) -> None:
         container.setdefault(effect.options["key"], value)
     elif effect.kind == "count":
         container.update(value)
+    elif effect.kind == "call":
+        getattr(container, effect.options["key"])(*value)
     else:
         getattr(container, effect.kind)(value)
 

@@ -17,7 +17,7 @@ class StrategyOptions(Options):
     """All options of `PipelineStrategy`."""
 
     example_batch: Any = field(default=None, repr=False, compare=False)
-    """The batch to record with, for data that can be read only once. None: the first batch."""
+    """The batch to record with. None: the first batch."""
     sharded: bool = False
     """Whether each stage writes its own part of a checkpoint. False: one plain file."""
     after: Literal["whole", "parts"] = "whole"

@@ -21,7 +21,18 @@ from pipepart.recording.model_state.places import Place
 from pipepart.recording.model_state.reachable import OWN_NAMES, is_foreign
 from pipepart.recording.recorded_run.ops import is_metric, is_torch_leaf
 
-__all__ = ["Path", "Touched", "Watched", "container_at", "text_of", "watched_containers"]
+__all__ = [
+    "Path",
+    "Touched",
+    "Watch",
+    "Watched",
+    "container_at",
+    "is_container",
+    "is_plain_object",
+    "text_of",
+    "watched_containers",
+    "wrapped",
+]
 
 Path = tuple[tuple[str, Any], ...]
 """Steps from the LightningModule to a container: ("module", path), ("attr", name), ("item", key)."""
@@ -82,7 +93,7 @@ def watched_containers(module: nn.Module, watch: Watch) -> Iterator[None]:
             if type(value) in _KINDS:
                 values[name] = wrapped(watch, where, value)
                 undo.append(partial(values.__setitem__, name, value))
-            elif _is_plain_object(value) and id(value) not in seen and depth < _DEPTH:
+            elif is_plain_object(value) and id(value) not in seen and depth < _DEPTH:
                 seen.add(id(value))
                 of_object(where, vars(value), depth + 1)
 
@@ -107,13 +118,19 @@ def watched_containers(module: nn.Module, watch: Watch) -> Iterator[None]:
             put_back()
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
+    """Whether a value is an object of the user with attributes of its own."""
     return (
         not isinstance(value, (torch.Tensor, nn.Module, type))
         and isinstance(getattr(value, "__dict__", None), dict)
         and not callable(value)
         and (not is_foreign(type(value).__module__) or type(value).__module__ in ("types", "argparse", "queue"))
     )
+
+
+def is_container(value: Any) -> bool:
+    """Whether a step may fill this container."""
+    return type(value) in _KINDS
 
 
 def wrapped(watch: Watch, path: Path, value: Any, depth: int = 0) -> Any:
@@ -128,14 +145,24 @@ def wrapped(watch: Watch, path: Path, value: Any, depth: int = 0) -> Any:
     return kind(watch, path, items, value)
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigError(
-            f"the step calls {name} on {text_of(self.path)}. A recorded step can repeat only append, extend, add, update "
-            "and setting an item. Make other changes in a hook."
-        )
+def _changing(base: Any, name: str) -> Callable[..., Any]:
+    """A method of the base class that changes the content in another way than by filling it."""
+    original = getattr(base, name)
 
-    return refuse
+    def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = any(isinstance(item, Watched) for item in self.pipepart_contents())
+        if kwargs or (inside and name != "clear"):
+            raise ConfigError(
+                f"the step calls {name} on {text_of(self.path)}"
+                + (", which holds other containers" if inside else f" with {', '.join(kwargs)}")
+                + ". A recorded step cannot repeat that. Make such a change in a hook."
+            )
+        if name != "clear":  # what it does depends on the content
+            self.watch.touched.read.add(text_of(self.path))
+        self._put("call", list(args), name)
+        return original(self, *args)
+
+    return change
 
 
 def _reading(original: Any) -> Callable[..., Any]:
@@ -160,6 +187,10 @@ class Watched:
     def pipepart_items(self) -> Any:
         """The content. Reading it is not reported."""
         return self._base(self._base.__iter__(self))
+
+    def pipepart_contents(self) -> Any:
+        """The items, or the values of a dict. Reading them is not reported."""
+        return list(self._base.__iter__(self))
 
     def _put(self, kind: str, value: Any, key: Any = None) -> None:
         self.watch.touched.filled.add(text_of(self.path))
@@ -228,6 +259,9 @@ class _Mapping(Watched, dict):
     def pipepart_items(self) -> Any:
         return {key: dict.__getitem__(self, key) for key in dict.__iter__(self)}
 
+    def pipepart_contents(self) -> Any:
+        return list(dict.values(self))
+
     def __getitem__(self, key: Any) -> Any:
         value = dict.__getitem__(self, key) if dict.__contains__(self, key) else self.__missing__(key)
         if key not in self._own and not isinstance(value, Watched):
@@ -261,11 +295,11 @@ class _Mapping(Watched, dict):
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, Watched) and dict.get(self, key) is value:
             return  # the second half of +=
-        if key in self._seen and key not in self._own:
+        if key in self._seen and key not in self._own and isinstance(dict.get(self, key), torch.Tensor):
             raise ConfigError(
-                f"the step reads item {key!r} of {text_of(self.path)} and then sets it, as += does: a recorded step cannot "
-                "add to a Python value. Append to a list and add up its items in a hook, or use a metric of torchmetrics "
-                "(SumMetric, MeanMetric)."
+                f"the step reads item {key!r} of {text_of(self.path)} and then sets it, as += does, and the item is a tensor "
+                "of an earlier step: a recorded step cannot read it. Use a number (loss.item()), a buffer, or a metric of "
+                "torchmetrics (SumMetric, MeanMetric)."
             )
         self._own.add(key)
         self._put("setitem", value, key)
@@ -291,6 +325,17 @@ class _Mapping(Watched, dict):
         self.update(other)
         return self
 
+    def _refuse(self, name: str) -> Any:
+        raise ConfigError(
+            f"the step calls {name} on {text_of(self.path)}. A recorded step cannot repeat that. Make such a change in a hook."
+        )
+
+    def move_to_end(self, key: Any, last: bool = True) -> None:
+        self._refuse("move_to_end")
+
+    def subtract(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("subtract")
+
 
 _KINDS: dict[type, Any] = {list: WatchedList, deque: WatchedDeque, set: WatchedSet}
 for _kind in (dict, OrderedDict, defaultdict, Counter):
@@ -301,7 +346,7 @@ _CHANGING = {
             "reverse", "extendleft"),
     set: ("discard", "remove", "pop", "clear", "difference_update", "intersection_update",
           "symmetric_difference_update", "__iand__", "__isub__", "__ixor__"),
-    dict: ("__delitem__", "pop", "popitem", "clear", "move_to_end", "subtract"),
+    dict: ("__delitem__", "pop", "popitem", "clear"),
 }  # fmt: skip
 _READING = ("__iter__", "__len__", "__contains__", "__eq__", "__reversed__", "keys", "values", "items", "copy", "index",
             "count", "__or__", "__and__", "__sub__", "union", "issubset", "__add__")  # fmt: skip
@@ -312,7 +357,8 @@ def _install() -> None:
     kind: Any
     for base, kind in ((list, WatchedList), (deque, WatchedDeque), (set, WatchedSet), (dict, _Mapping)):
         for name in _CHANGING[base]:
-            setattr(kind, name, _refused(name))
+            if hasattr(base, name):
+                setattr(kind, name, _changing(base, name))
         reading = (*_READING, "__getitem__") if base in (list, deque) else _READING
         for name in reading:
             if hasattr(base, name):

@@ -18,7 +18,15 @@ from pipepart.errors import CaptureError
 from pipepart.recording.model_state import memos, state
 from pipepart.recording.recorded_run import caches
 from pipepart.recording.recorded_run.caches import CachedFunction
-from pipepart.recording.recorded_run.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable, Unsettled
+from pipepart.recording.recorded_run.failures import (
+    Converted,
+    DataDependent,
+    DrawsOutside,
+    FromNumpy,
+    NotRecordable,
+    Unsettled,
+    Updates,
+)
 from pipepart.recording.recorded_run.runs import Call, Run, Settings, copy_leaf, eager
 
 __all__ = ["Failure", "Retry", "fall_back", "found_caches", "keep_whole", "remember", "suspect"]
@@ -66,7 +74,9 @@ def _settle(failure: Failure, settings: Settings) -> bool:
     settings.settled = True
     with state.preserved(failure.call.root), failure.mode or nullcontext():
         failure.call.run([copy_leaf(leaf) for leaf in failure.leaves])
-        after = state.Snapshot(failure.call.root.named_modules())
+        # What the caller sets after each step itself must not be set once more.
+        modules = failure.call.root.named_modules()
+        after = state.Snapshot((p, m) for p, m in modules if not getattr(type(m), "_pipepart_sets", False))
     after.restore_setup()
     return True
 
@@ -78,6 +88,14 @@ def _switch_on(setting: str) -> Callable[[Failure, Settings], bool]:
         return not before
 
     return effect
+
+
+def _open(failure: Failure, settings: Settings) -> bool:
+    """Record the ops of a module that is one op otherwise."""
+    path = failure.modules[-1]
+    new = path not in settings.opened
+    settings.opened.add(path)
+    return new
 
 
 def _keep_function(failure: Failure, settings: Settings) -> bool:
@@ -106,6 +124,8 @@ def _keep_module(failure: Failure, settings: Settings) -> bool:
 
 FALLBACKS = (
     Fallback("start from the state that one call leaves", Unsettled, _settle),
+    Fallback("follow the results of float() and int()", Converted, _switch_on("converting")),
+    Fallback("record the ops of the module that updates its buffers", Updates, _open),
     Fallback("find the module that draws random numbers", DrawsOutside, _switch_on("watching")),
     Fallback("find the function that makes the numpy array", FromNumpy, _switch_on("makers")),
     Fallback("keep this function whole", FromNumpy, _keep_function),

@@ -84,10 +84,13 @@ def call_of(
     return Call(root, run, tuple(leaves), inputs, tree, None, (entry,), batching, further, moved)
 
 
-def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Place] = ()) -> Recording:
+def record_call(
+    call: Call, like: Recording | None = None, numbers: Sequence[Place] = (), converting: bool = False
+) -> Recording:
     """Record a call, with the fallbacks of `fallbacks` until a run succeeds or none is left.
 
-    `numbers` are places of the Python state whose numbers are inputs of the graph, after the leaves of the call.
+    `numbers` are places of the Python state whose numbers are inputs of the graph, after the leaves of the call. With
+    `converting`, the results of ``float``, ``int`` and functions of `math` are followed from the first run on.
     """
     state.refuse_wrapped(call.root)
     call = _with_state(call, numbers)
@@ -101,7 +104,7 @@ def record_call(call: Call, like: Recording | None = None, numbers: Sequence[Pla
         mode = stack.enter_context(state.stand_ins(call.root, target)) if abstract else None
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode, target) for leaf in call.leaves]
-        settings, before = Settings(), state.Snapshot(names.listed)
+        settings, before = Settings(converting=converting), state.Snapshot(names.listed)
         around = Effects(names.listed, lambda module, path: False)
         while True:
             try:

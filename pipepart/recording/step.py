@@ -53,12 +53,14 @@ def record_step(
     numbers: Sequence[Place] = (),
     batching: Batching | None = None,
     others: Sequence[Any] = (),
+    converting: bool = False,
 ) -> Recording:
     """Record ``run(batch, given)``, which returns the result of the step and its extra outputs.
 
     Inputs of the graph are the leaves of the batch, the numbers `given` by name, and the numbers of the Python state at
     the places `numbers`. `entry` is the function of the user that `run` calls. `batching` tells which leaves hold the
-    samples; `others` are further batches, for batches from which no rows can be removed.
+    samples; `others` are further batches, for batches from which no rows can be removed. `converting` is that of
+    `record_call`.
     """
     leaves, tree = trees.flatten(batch)
     leaves = leaves if batching is None else batching.first(leaves)
@@ -76,4 +78,4 @@ def record_step(
     further = tuple(tuple(trees.leaves_of(other)) for other in others)
     example = (*leaves, *given.values())
     call = Call(root, run_flat, example, tuple(inputs), tree, step, (entry,), batching, further, moved)
-    return record_call(call, None, numbers)
+    return record_call(call, None, numbers, converting)

@@ -376,24 +376,14 @@ class Adding(Auto):
         self.sums: defaultdict[str, float] = defaultdict(float)
 
     def weigh(self, kl):
-        self.sums["kl"] += kl.mean().item()
-        return kl
-
-
-class PrivateCounter(Auto):
-    def __init__(self) -> None:
-        super().__init__()
-        self._count = 0
-
-    def weigh(self, kl):
-        self._count += 1
+        self.sums["kl"] += kl.mean().detach()
         return kl
 
 
 class Queue(Auto):
     def __init__(self) -> None:
         super().__init__()
-        self._queue: deque[Any] = deque([1, 2])
+        self._queue: deque[Any] = deque([[1], [2]])
 
     def weigh(self, kl):
         self._queue.popleft()
@@ -438,8 +428,7 @@ class DifferentRanks(Auto):
 REFUSED: dict[str, tuple[type[Auto], str]] = {
     "deciding": (DecidingAllTheTime, "self.label (was 'step "),
     "adding": (Adding, "the step reads item 'kl' of self.sums and then sets it"),
-    "counter": (PrivateCounter, "the step sets self._count to 1"),
-    "queue": (Queue, "the step calls popleft on self._queue"),
+    "queue": (Queue, "the step calls popleft on self._queue, which holds other containers"),
     "filled later": (FilledLater, "the step puts a dict into self.rows and changes it afterwards"),
     "global": (GlobalList, "global 'OUTSIDE' of stateful"),
     "ranks": (DifferentRanks, "self.flag is True on stage 0 and False on stage 1"),

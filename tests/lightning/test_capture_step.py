@@ -317,7 +317,6 @@ def draws_outside(self, batch, loss):
         (appends, "outputs"),
         (counts, "count"),
         (steps_itself, "manual_backward"),
-        (reads_rate, "LearningRateMonitor"),
         (draws_outside, "outside torch"),
         (lambda self, batch, loss: None, "no loss"),
     ],

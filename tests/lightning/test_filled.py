@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pipepart import PipelineStrategy
-from pipepart.lightning.effects import Follows, Sizes, follows
+from pipepart.lightning.follows import Follows, Sizes, follows
 
 TIME, CLASSES = 5, 3
 

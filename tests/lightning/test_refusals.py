@@ -44,34 +44,10 @@ class Sparse(Boring):
         return torch.optim.SparseAdam(list(self.parameters()))
 
 
-class Counting(Boring):
-    count = 0
-
-    def training_step(self, batch, batch_idx):
-        self.count += 1
-        return super().training_step(batch, batch_idx)
-
-
-class Popping(Boring):
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue = [1, 2, 3]
-
-    def training_step(self, batch, batch_idx):
-        self.queue.pop()
-        return super().training_step(batch, batch_idx)
-
-
 class DecidingByMetric(Classifier):
     def training_step(self, batch, batch_idx):
         answer = super().training_step(batch, batch_idx)
         return answer if answer["accuracy"] > 0.5 else answer["loss"]
-
-
-class ComputingWithMetric(Classifier):
-    def training_step(self, batch, batch_idx):
-        answer = super().training_step(batch, batch_idx)
-        return answer["loss"] * answer["accuracy"]
 
 
 class NoLoss(Boring):
@@ -175,10 +151,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"plugins": [DeepSpeedPrecision("32-true")]},
         "the precision plugin DeepSpeedPrecision is not supported in a pipeline: it belongs to another strategy",
     ),
-    "counter": (Counting, {}, "the step sets self.count to 1"),
-    "list": (Popping, {}, "on self.queue. A recorded step can repeat only append"),
     "metric decides": (DecidingByMetric, {}, "branches on it"),
-    "metric in the loss": (ComputingWithMetric, {}, "computes with the value of metric train_accuracy"),
     "unfilled": (Unfilled, {}, "nothing fills them, such as layer.1.scale: Scale has no reset_parameters() that does"),
     "metric on meta": (EmptyMetric, {}, "the metric mean (MeanMetric) was built on the meta device"),
     "meta on one rank": (DifferentlyEmpty, {}, "with different parts on the meta device"),

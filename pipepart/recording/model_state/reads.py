@@ -121,6 +121,14 @@ class Reads:
                 self._kept.clear()
                 self._known.clear()
 
+    def depends(self, place: Place, value: Any) -> None:
+        """Note that the recording holds only while a place has this value."""
+        self._expect(place, value)
+
+    def wrote(self, module: Any, name: str) -> None:
+        """Note that the run has set an attribute: what it reads there from now on is its own value."""
+        self._done.add((id(module), name))
+
     # ---- modules
 
     def _module_read(self) -> Callable[[Any, str], Any]:
@@ -319,7 +327,7 @@ def _math_on_numbers() -> Iterator[None]:
 
     def tracking(function: Any) -> Any:
         def call(*args: Any) -> Any:
-            if any(isinstance(argument, symbols.StepNumber) for argument in args):
+            if any(symbols.is_followed(argument) for argument in args):
                 return symbols.derive(function, *args)
             return function(*args)
 

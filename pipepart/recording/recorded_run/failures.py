@@ -6,7 +6,17 @@ from typing import Any
 
 from pipepart.errors import CaptureError
 
-__all__ = ["DataDependent", "DrawsOutside", "FromNumpy", "GuardError", "NotRecordable", "StateChanged", "Unsettled"]
+__all__ = [
+    "Converted",
+    "DataDependent",
+    "DrawsOutside",
+    "FromNumpy",
+    "GuardError",
+    "NotRecordable",
+    "StateChanged",
+    "Unsettled",
+    "Updates",
+]
 
 
 class GuardError(CaptureError):
@@ -30,6 +40,10 @@ class DataDependent(NotRecordable):
     """Python control flow, or a Python number, depends on the contents of a tensor."""
 
 
+class Converted(DataDependent):
+    """``float(x)`` or ``int(x)`` is called on a tracked number or a tensor. Another run keeps track of the results."""
+
+
 class DrawsOutside(NotRecordable):
     """The model draws random numbers of Python or numpy, which are not in the graph. A second run finds the module."""
 
@@ -38,6 +52,10 @@ class FromNumpy(NotRecordable):
     """A tensor is made of an array that numpy computed. `function` made the array, if known: it can be kept whole."""
 
     function: Any = None
+
+
+class Updates(NotRecordable):
+    """A module that is one op updates its buffers. If its ops are recorded, it can do so once per batch."""
 
 
 class Unsettled(NotRecordable):

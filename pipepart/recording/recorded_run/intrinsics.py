@@ -21,6 +21,7 @@ __all__ = [
     "method_of",
     "opaque_function",
     "set_attribute",
+    "set_data",
 ]
 
 
@@ -58,7 +59,13 @@ def set_attribute(module: Any, name: str, value: Any) -> None:
     setattr(module, name, value)
 
 
-fx.node._side_effectful_functions.update({check, method_of, set_attribute})
+def set_data(tensor: Any, value: Any) -> Any:
+    """Give a tensor the values of another one, in memory of its own: what autograd has kept of the tensor stays as it is."""
+    tensor.data = value.detach().clone()
+    return tensor
+
+
+fx.node._side_effectful_functions.update({check, method_of, set_attribute, set_data})
 
 _functions: dict[Any, Callable[..., Any]] = {}
 

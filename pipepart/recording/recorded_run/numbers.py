@@ -14,7 +14,7 @@ import torch.fx as fx
 from pipepart.recording.recorded_run import intrinsics, symbols
 from pipepart.recording.recorded_run.caches import CachedFunction, cached_in
 from pipepart.recording.recorded_run.contexts import user_line
-from pipepart.recording.recorded_run.failures import DataDependent, NotRecordable
+from pipepart.recording.recorded_run.failures import Converted, DataDependent, NotRecordable
 from pipepart.recording.recorded_run.graph_builder import GraphBuilder
 from pipepart.recording.recorded_run.tensors import tensors_in
 
@@ -25,11 +25,12 @@ class NumberRecorder:
     """Makes nodes for numbers that come from tensors, and checks for branches that depend on them.
 
     It is the owner of the tracked numbers of a run. With `guards`, Python may branch on the contents of a tensor, and the
-    graph gets a check.
+    graph gets a check. With `converting`, ``float(x)`` and ``int(x)`` give tracked numbers.
     """
 
     def __init__(self, builder: GraphBuilder, guards: bool):
         self.builder, self.guards = builder, guards
+        self.converting = False
         self.graph, self.facts = builder.graph, builder.facts
         self.tracked: list[symbols.Tracked] = []
         """All tracked numbers of the run: they are plain once it is over."""
@@ -71,6 +72,12 @@ class NumberRecorder:
         """Note code that uses a tracked number as a key, perhaps of a cache."""
         if not self.builder.frames and frame.f_code not in self.cached:
             self.cached[frame.f_code] = cached_in(frame)
+
+    def converted(self, number: symbols.Tracked) -> None:
+        """Ask for a run in which ``float`` and ``int`` give tracked numbers, if a number from a step or from data needs it."""
+        if self.converting or self.builder.idle or not symbols.is_followed(number):
+            return
+        raise Converted(f"Python makes a plain number of a number that changes with each step ({self.builder.here()})")
 
     # ---------------------------------------------------------------- sizes
 
@@ -119,7 +126,12 @@ class NumberRecorder:
             if type(out) is bool:
                 return self._specialise(node, out, where)
             make = partial(self._made, "call_method", "item", (node,), out, True, self.facts[node].chance)
-            return symbols.track(out, self, make, True)
+            number = symbols.track(out, self, make, True)
+            if isinstance(number, symbols.Tracked):
+                number.tensor = inputs[0]
+            return number
+        if name in ("__float__", "__int__") and not fake and not self.converting:
+            raise Converted(f"Python makes a plain number of a tensor ({where})")
         if len(nodes) == 1 and self.facts[nodes[0]].chance and _certain(nodes[0]):
             return _outcome(nodes[0]) if fake else func(*plain_args, **plain_kwargs)
         if not self.guards or fake:
@@ -136,6 +148,24 @@ class NumberRecorder:
             raise DataDependent(f"Python reads the contents of a tensor ({where})")
         self._check(node, value, where, True)
         return value
+
+    def fix_pieces(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Fix the number of pieces of a tensor whose shape depends on data, with a check: the graph uses as many as there were.
+
+        A list of sizes says itself how many there are.
+        """
+        tensor, position = args[0], 1 if name == "unbind" else 2
+        sizes = None if name == "unbind" else args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
+        if isinstance(sizes, (list, tuple)):
+            return
+        where = f"{name} of a tensor whose shape depends on data, in {self.builder.here()}"
+        if not self.guards:
+            raise DataDependent(where)
+        dim = symbols.plain(args[position] if len(args) > position else kwargs.get("dim", 0))
+        with torch._C.DisableTorchFunction():
+            size = int(tensor.shape[dim])
+        node = self._size_node(self.builder.node_of(tensor), "size", (dim,), size)
+        self._check(node, size, where, True)
 
     # ---------------------------------------------------------------- nodes
 

@@ -23,6 +23,7 @@ __all__ = [
     "NOT_OPS",
     "OPERATORS",
     "buffers_of",
+    "can_be_opened",
     "draws",
     "has_global_hooks",
     "is_closed",
@@ -186,6 +187,12 @@ def is_leaf(module: nn.Module) -> bool:
         return True
     kind: Any = type(module)
     return not isinstance(module, _OPEN) and not module._modules and reads_training_flag(kind)
+
+
+def can_be_opened(module: nn.Module) -> bool:
+    """Return whether a module that is one op has code of the user, whose ops can be recorded instead."""
+    foreign = is_metric(module) or is_torch_leaf(module) or type(module).__module__.startswith("einops.layers.")
+    return not foreign and not isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def is_torch_leaf(module: nn.Module) -> bool:

@@ -20,9 +20,10 @@ from pipepart.recording.inputs.trees import library_of
 from pipepart.recording.recorded_run import functions, intrinsics, ops, transforms
 from pipepart.recording.recorded_run.caches import CachedFunction
 from pipepart.recording.recorded_run.contexts import Checkpoint, outside_rng, settings_of, user_line
-from pipepart.recording.recorded_run.failures import DrawsOutside, NotRecordable
+from pipepart.recording.recorded_run.conversions import conversions
+from pipepart.recording.recorded_run.failures import DrawsOutside, NotRecordable, Updates
 from pipepart.recording.recorded_run.recorder import Recorder
-from pipepart.recording.recorded_run.tensors import tensors_in, unwrap
+from pipepart.recording.recorded_run.tensors import storage_of, tensors_in, unwrap, version_of
 
 __all__ = ["recording_patches"]
 
@@ -50,6 +51,7 @@ def recording_patches(
     table = [*_torch_patches(recorder), *_metric_patches(recorder, modules)]
     table += functions.replacements(recorder, whole)
     table += transforms.replacements(recorder)
+    table += conversions(recorder.numbers)
     table += [place.replacement(recorder) for place in cached]
     table += [(torch.compiler, name, lambda: True) for name in ("is_compiling", "is_exporting") if compiling]
     with ExitStack() as stack:
@@ -111,19 +113,25 @@ def _module_call(recorder: Recorder, original: Any) -> Any:
             return original(module, *args, **kwargs)
         builder.stack.append((name, module))
         try:
-            if name and (name in recorder.whole or ops.is_leaf(module)):
-                return recorder.run_whole(
+            if name and recorder.is_one_op(module, name):
+                own = ops.buffers_of(module)
+                before = _marks(own)
+                out = recorder.run_whole(
                     lambda *a, **k: original(module, *a, **k),
                     "call_module",
                     name,
                     args,
                     kwargs,
                     prefix=name,
-                    own=ops.buffers_of(module),
+                    own=own,
                     stateful=ops.is_metric(module),
                     random=ops.draws(module),
                     closed=ops.is_closed(module),
                 )
+                updates = before != _marks(ops.buffers_of(module))
+                if updates and name not in recorder.whole and ops.can_be_opened(module):
+                    raise Updates(f"module {name!r} updates its buffers")
+                return out
             if name and (module._backward_hooks or module._backward_pre_hooks):
                 raise NotRecordable(f"module {name!r} has a backward hook and consists of several ops")
             out = original(module, *args, **kwargs)
@@ -138,6 +146,12 @@ def _module_call(recorder: Recorder, original: Any) -> Any:
             builder.stack.pop()
 
     return call
+
+
+def _marks(buffers: Sequence[torch.Tensor]) -> list[Any]:
+    """Return marks that differ if a buffer is replaced, gets other memory, or is changed in place."""
+    with torch._C.DisableTorchFunction():
+        return [(id(buffer), version_of(buffer), storage_of(buffer)) for buffer in buffers]
 
 
 def _metric_patches(recorder: Recorder, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Patch]:

@@ -69,8 +69,11 @@ def refuse_hooks(recorder: Recorder, before: Snapshot) -> None:
 
 
 def _is_kept_elsewhere(module: nn.Module, name: str) -> bool:
-    """Return whether an attribute belongs to torch or Lightning, or is set after each step by the code that watches it."""
-    return name in OWN_NAMES or getattr(type(module), "_pipepart_sets", False)
+    """Return whether an attribute belongs to torch or Lightning, or is set after each step by the code that watches it.
+
+    Buffers are set by the graph.
+    """
+    return name in OWN_NAMES or (getattr(type(module), "_pipepart_sets", False) and name not in module._buffers)
 
 
 def refuse_effects(recorder: Recorder, effects: Effects) -> None:

@@ -15,9 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from pipepart.errors import CaptureError
 from pipepart.recording.model_state.places import Guards
-from pipepart.recording.recorded_run import intrinsics, moments, ops
+from pipepart.recording.recorded_run import moments, ops
+from pipepart.recording.recorded_run.assigned_data import set_data
 from pipepart.recording.recorded_run.contexts import outside_rng
-from pipepart.recording.recorded_run.failures import DataDependent, DrawsOutside, FromNumpy, NotRecordable
+from pipepart.recording.recorded_run.conversions import with_plain_dtype
+from pipepart.recording.recorded_run.failures import DrawsOutside, FromNumpy, NotRecordable
 from pipepart.recording.recorded_run.functions import enclosing_function
 from pipepart.recording.recorded_run.graph_builder import Frame, GraphBuilder, unseen
 from pipepart.recording.recorded_run.numbers import NumberRecorder
@@ -25,13 +27,13 @@ from pipepart.recording.recorded_run.symbols import fixed_sizes
 from pipepart.recording.recorded_run.tensors import (
     gradient_edge,
     has_tensor,
-    is_same_memory,
     reached,
     storage_of,
     tensors_in,
     unwrap,
     version_of,
 )
+from pipepart.recording.recorded_run.training_flags import follow_training
 
 __all__ = ["RecordMode", "Recorder"]
 
@@ -69,6 +71,7 @@ class Recorder:
         self.values, self.mutations = self.builder.values, self.builder.mutations
         self.frames, self.tensor_names = self.builder.frames, self.builder.tensor_names
         self.whole, self.fake = whole, fake
+        self.opened: frozenset[str] = frozenset()  # modules whose ops are recorded although they could be one op
         self.failed_in: list[str] | None = None  # paths of the modules that were running when the run failed
         self.watching = False  # whether each module is checked for draws of random numbers outside torch
         self.drawn: Any = None  # the state of those random numbers after the last call that was kept whole
@@ -84,6 +87,10 @@ class Recorder:
         if text not in self.notes:
             self.notes.append(text)
 
+    def is_one_op(self, module: nn.Module, path: str) -> bool:
+        """Return whether a call of a module is one op."""
+        return path in self.whole or (path not in self.opened and ops.is_leaf(module))
+
     # ---------------------------------------------------------------- calls
 
     def torch_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,6 +98,7 @@ class Recorder:
 
         Calls that are not ops, that read data or that cannot be recorded are handled first; all other calls are ops.
         """
+        kwargs = with_plain_dtype(kwargs)
         plain_args, plain_kwargs = unwrap(args), unwrap(kwargs)
         if not self.builder.recording:
             return func(*plain_args, **plain_kwargs)
@@ -109,8 +117,8 @@ class Recorder:
         if name == "__get__":
             return self._property(func, args)
         if name == "__set__" and getattr(func.__self__, "__name__", "") not in ("requires_grad", "grad"):
-            if func.__self__.__name__ == "data" and is_same_memory(args[0], args[1]):
-                return None  # `module.to(device)` where the module is there already
+            if func.__self__.__name__ == "data" and set_data(self, args[0], args[1]):
+                return None
             hint = "; an update of parameters belongs between steps (on_train_batch_start, on_train_batch_end)"
             hint = hint if func.__self__.__name__ == "data" else ""
             raise NotRecordable(f"Tensor.{func.__self__.__name__} is assigned in {self.builder.here()}{hint}")
@@ -123,7 +131,7 @@ class Recorder:
             self.builder.make("call_method", name, (tensor, hook), {})
             return func(*plain_args, **plain_kwargs)
         if name in ("unbind", "split", "chunk", "tensor_split") and self._is_dynamic(args):
-            raise DataDependent(f"{name} of a tensor whose shape depends on data, in {self.builder.here()}")
+            self.numbers.fix_pieces(name, args, kwargs)
         return self._op(func, name, args, kwargs, plain_args, plain_kwargs)
 
     def _check_acting(self, func: Any, name: str, args: tuple[Any, ...]) -> None:
@@ -150,7 +158,7 @@ class Recorder:
         builder.known = {id(tensor): node for tensor, node in zip(inputs, before[2])}
         node_args, node_kwargs = builder.argument(tuple(args)), builder.argument(dict(kwargs))
         builder.known = {}
-        node_args, node_kwargs = self._follow_training(func, name, node_args, node_kwargs)
+        node_args, node_kwargs = follow_training(self, func, name, node_args, node_kwargs)
         if name in ops.OPERATORS and not node_kwargs and ops.tensor_method(func, name):
             node = builder.make("call_function", ops.OPERATORS[name], node_args, {})
         elif ops.tensor_method(func, name):
@@ -382,32 +390,6 @@ class Recorder:
         root = self.builder.root
         module = root.get_submodule(frame.prefix) if frame.prefix else root
         return any(tensor is own for own in module.parameters()) or any(tensor is own for own in module.buffers())
-
-    def _follow_training(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Let arguments that follow the mode of the module read its ``training`` flag."""
-        path, module = self.builder.stack[-1]
-        read = self.builder.read_attribute
-        flag = f"{path}.training" if path else "training"
-        position = ops.training_position(func)
-        if position is not None:
-            given = kwargs.get("training", args[position] if len(args) > position else None)
-            without = name == "batch_norm" and kwargs.get("running_mean", args[1] if len(args) > 1 else None) is None
-            if given is None or without:  # without running statistics, the flag does not depend on the mode
-                return args, kwargs
-            if isinstance(given, bool) and given == module.training:
-                if "training" in kwargs:
-                    kwargs = {**kwargs, "training": read(flag)}
-                else:
-                    args = (*args[:position], read(flag), *args[position + 1 :])
-        elif name == "scaled_dot_product_attention" and module.training:
-            rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            if isinstance(rate, float) and rate > 0:
-                node = self.numbers.number_node(intrinsics.dropout_rate, (rate, read(flag)), rate)
-                if "dropout_p" in kwargs:
-                    kwargs = {**kwargs, "dropout_p": node}
-                else:
-                    args = (*args[:4], node, *args[5:])
-        return args, kwargs
 
     def _is_dynamic(self, args: Any) -> bool:
         return any(self.facts[self.builder.node_of(tensor)].dynamic_shape for tensor in tensors_in(args))

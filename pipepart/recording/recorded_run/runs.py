@@ -95,8 +95,12 @@ class Settings:
 
     whole: set[str] = field(default_factory=set)
     """Modules that are kept whole, by path."""
+    opened: set[str] = field(default_factory=set)
+    """Modules whose ops are recorded although they could be one op, by path."""
     guards: bool = False
     """Whether Python may branch on the contents of a tensor, with a check in the graph."""
+    converting: bool = False
+    """Whether ``float(x)`` and ``int(x)`` give tracked numbers."""
     compiling: bool = False
     """Whether libraries are told that they are being compiled."""
     settled: bool = False
@@ -179,6 +183,7 @@ def run_once(
     """Record one run. With `backward`, compute its gradients too; `seen` keeps every value that is computed."""
     recorder = Recorder(call.root, names, frozenset(settings.whole), settings.guards, mode is not None)
     recorder.builder.seen = seen
+    recorder.numbers.converting, recorder.opened = settings.converting, frozenset(settings.opened)
     with ExitStack() as stack:
         stack.enter_context(state.preserved(call.root, [module for _, module in names.listed]))
         stack.enter_context(torch.enable_grad())
@@ -249,7 +254,7 @@ def _result(
 ) -> Any:
     """Run the call, and record or refuse its changes of Python state; return its result and its extra outputs."""
     before = state.Snapshot(names.listed)
-    around = Effects(names.listed, lambda module, path: path in recorder.whole or ops.is_leaf(module))
+    around = Effects(names.listed, recorder.is_one_op)
     with reads.collecting(settings.variables or []):
         result = call.run(values)
     recorder.guards_of_state = reads.guards()

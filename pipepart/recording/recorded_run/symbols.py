@@ -14,7 +14,7 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,12 +28,15 @@ __all__ = [
     "Tracked",
     "TrackedFloat",
     "TrackedInt",
+    "atoms_of",
     "derive",
     "finish",
     "fixed_sizes",
+    "is_followed",
     "is_tracked",
     "plain",
     "track",
+    "value_from",
 ]
 
 
@@ -55,6 +58,11 @@ class Owner(Protocol):
 
     def hashed(self, frame: types.FrameType) -> None: ...
 
+    @property
+    def converting(self) -> bool: ...
+
+    def converted(self, number: Tracked) -> None: ...
+
 
 class Tracked:
     """State of a tracked number: its owner, and how to make its node, at most once and when it is first used."""
@@ -64,6 +72,10 @@ class Tracked:
     make: Callable[[], fx.Node] | None
     made: fx.Node | None
     from_data: bool
+    parts: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    """The function and the operands from which the number is computed; None for a size or an input."""
+    tensor: torch.Tensor | None = None
+    """The tensor whose item the number is."""
 
     def node(self) -> fx.Node:
         if self.made is None:
@@ -81,16 +93,40 @@ class Tracked:
 class TrackedInt(Tracked, int):
     """An `int` that is a size of a tensor or came from ``Tensor.item()``."""
 
+    def __int__(self) -> int:
+        _converted(self)
+        return int.__index__(self)
+
+    def __float__(self) -> float:
+        _converted(self)
+        return float(int.__index__(self))
+
 
 class TrackedFloat(Tracked, float):
     """A `float` computed from tracked numbers or from ``Tensor.item()``."""
+
+    def __float__(self) -> float:
+        _converted(self)
+        return float.__float__(self)
+
+    def __int__(self) -> int:
+        _converted(self)
+        return float.__int__(self)
+
+
+_CLASSES: dict[type, type] = {int: int, float: float}
 
 
 class StepNumber(Tracked):
     """A number that changes from step to step (``batch_idx``). Using its value in Python adds a guard.
 
-    `of_state` marks numbers of the user's Python state and numbers computed from them.
+    `of_state` marks numbers of the user's Python state and numbers computed from them. ``isinstance(number, int)`` holds as
+    for the number itself.
     """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return _CLASSES.get(type(self.value), StepNumber)
 
     def __init__(self, value: int | float, owner: Owner, make: Callable[[], fx.Node], of_state: bool = False):
         self.value, self.owner, self.make, self.made, self.from_data = value, owner, make, None, False
@@ -103,12 +139,14 @@ class StepNumber(Tracked):
         return self.value
 
     def __int__(self) -> int:
+        _converted(self)
         return int(self.concrete())
 
     def __index__(self) -> int:
         return operator.index(self.concrete())
 
     def __float__(self) -> float:
+        _converted(self)
         return float(self.concrete())
 
     def __hash__(self) -> int:
@@ -139,11 +177,62 @@ def is_tracked(value: Any) -> bool:
     return isinstance(value, Tracked) and value.owner is not None and value.owner.recording
 
 
+def is_followed(value: Any) -> bool:
+    """Return whether functions of Python must keep track of a number: one of the step or from data, or any if the run does.
+
+    Functions of sizes are found by runs at several sizes.
+    """
+    if not isinstance(value, Tracked) or value.owner is None or not value.owner.recording:
+        return False
+    return isinstance(value, StepNumber) or value.from_data or value.owner.converting
+
+
 def finish(numbers: list[Tracked]) -> None:
     """Make these numbers plain: their recording is over, and they no longer refer to it."""
     for number in numbers:
         number.owner, number.make, number.made = None, None, None
+        number.parts, number.tensor = None, None
     numbers.clear()
+
+
+def _converted(number: Tracked) -> None:
+    """Tell the recorder that Python makes a plain number of a tracked one, so that its origin is lost."""
+    if is_tracked(number) and number.owner is not None:
+        number.owner.converted(number)
+
+
+def atoms_of(number: Tracked) -> dict[int, Any]:
+    """Return the values from which a tracked number is computed, by identity: inputs, sizes, and tensors with one item."""
+    found: dict[int, Any] = {}
+    todo: list[Any] = [number]
+    while todo:
+        part = todo.pop()
+        if not is_tracked(part):
+            continue
+        if part.parts is not None:
+            todo.extend(part.parts[1])
+        else:
+            found[id(part)] = part if part.tensor is None else part.tensor
+    return found
+
+
+def value_from(number: Any, atoms: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """Return the computation of a number from other values of its atoms; ``atoms[key](values)`` is the value of an atom."""
+    if not is_tracked(number):
+        constant = plain(number)
+        return lambda values: constant
+    if number.parts is None:
+        atom = atoms[id(number)]
+        if number.tensor is None:
+            return atom
+        return lambda values: _item(atom(values))
+    target, operands = number.parts
+    parts = [value_from(operand, atoms) for operand in operands]
+    return lambda values: target(*(part(values) for part in parts))
+
+
+def _item(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def plain(value: Any) -> Any:
@@ -207,8 +296,11 @@ def derive(target: Callable[..., Any], *operands: Any) -> Any:
         return owner.number_node(target, args, value)
 
     if not any(isinstance(number, StepNumber) for number in tracked):
-        return track(value, owner, make, any(number.from_data for number in tracked))
-    return StepNumber(value, owner, make, any(getattr(operand, "of_state", False) for operand in operands))
+        derived = track(value, owner, make, any(number.from_data for number in tracked))
+    else:
+        derived = StepNumber(value, owner, make, any(getattr(operand, "of_state", False) for operand in operands))
+    derived.parts = (target, operands)
+    return derived
 
 
 def _arithmetic(op: Callable[..., Any], reflected: bool) -> Callable[[Any, Any], Any]:
@@ -253,6 +345,10 @@ def _unary(target: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda self: derive(target, self)
 
 
+def _round(self: Any, *digits: Any) -> Any:
+    return derive(round, self, *digits) if is_followed(self) else round(plain(self), *digits)
+
+
 def _install() -> None:
     kind: Any
     base: Any
@@ -268,6 +364,7 @@ def _install() -> None:
         kind.__abs__ = _unary(abs)
         kind.__ceil__ = _unary(math.ceil)
         kind.__floor__ = _unary(math.floor)
+        kind.__round__ = _round
         kind.__divmod__ = lambda a, b: (a // b, a % b)
         kind.__rdivmod__ = lambda a, b: (b // a, b % a)
     for kind, base in ((TrackedInt, int), (TrackedFloat, float)):

@@ -1,0 +1,100 @@
+"""Attributes of the module that a step sets: they get their values on every rank after the step.
+
+A tensor is that of the whole batch. A number that is computed from other numbers (a counter) is computed again. Any other
+value is what Python decided in the recorded run; the values that it was decided by are guards of the recording.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pipepart.errors import ConfigError
+from pipepart.lightning.metrics import Later
+from pipepart.lightning.watched_containers import Watch, Watched, is_container, wrapped
+from pipepart.recording.inputs import trees
+from pipepart.recording.model_state.places import is_plain_value
+from pipepart.recording.model_state.reachable import OWN_NAMES
+from pipepart.recording.model_state.reads import active
+from pipepart.recording.recorded_run.symbols import is_tracked
+from pipepart.recording.recorded_run.tensors import holds_tensors
+
+__all__ = ["attribute_setter"]
+
+
+class Notes(Watch, Protocol):
+    """Receiver of the attributes that a step sets."""
+
+    is_running: bool
+
+    def note(self, kind: str, target: str, value: Any) -> int: ...
+
+    def gave(self, text: str, value: Any) -> None: ...
+
+
+def attribute_setter(notes: Notes, assign: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
+    """Return the ``__setattr__`` of a module whose step is recorded. `assign` is the original one."""
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        if isinstance(value, Watched) and getattr(self, name, None) is value:
+            return  # the second half of +=
+        if not notes.is_running or name in OWN_NAMES:
+            assign(self, name, value)
+            return
+        reads = active()
+        if reads is not None:
+            reads.wrote(self, name)
+        if name in self._buffers and (value is None or isinstance(value, torch.Tensor)):
+            _check_buffer(self, name, value)
+            assign(self, name, value)  # an op of the graph
+            return
+        if _is_same_part(self, name, value):
+            return
+        _check(self, name, value)
+        notes.note("set", name, value)
+        if is_container(value):
+            notes.gave(f"self.{name}", value)
+            value = wrapped(notes, (("module", ""), ("attr", name)), value)
+        assign(self, name, value)
+
+    return set_attribute
+
+
+def _is_same_part(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether the attribute is set to the parameter or the submodule that it is."""
+    return any(registry.get(name) is value is not None for registry in (module._parameters, module._modules))
+
+
+def _check_buffer(module: nn.Module, name: str, value: Any) -> None:
+    """Refuse a buffer of another form: stages keep its memory."""
+    old: Any = module._buffers[name]
+    if value is old or (isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor)):
+        if value is old or (value.shape == old.shape and value.dtype == old.dtype):
+            return
+        got = f"{value.dtype} of shape {tuple(value.shape)} instead of {old.dtype} of shape {tuple(old.shape)}"
+    else:
+        got = "a tensor instead of None" if old is None else "None instead of a tensor"
+    raise ConfigError(
+        f"the step sets self.{name}, a buffer, to {got}. A buffer keeps its form in a recorded step: give it its final form in "
+        "__init__, or set it in a hook."
+    )
+
+
+def _check(module: nn.Module, name: str, value: Any) -> None:
+    where = f"the step sets self.{name}"
+    if name in module._parameters or name in module._modules or isinstance(value, nn.Module):
+        raise ConfigError(f"{where}, a part of the model: a recorded step cannot replace it. Replace it in a hook.")
+    if name in module._buffers:
+        raise ConfigError(f"{where}, a buffer, to a {type(value).__name__}. Set it to a tensor, or set it in a hook.")
+    for leaf in trees.leaves_of(value):
+        if isinstance(leaf, (torch.Tensor, Later)) or is_tracked(leaf) or is_plain_value(leaf):
+            continue
+        if isinstance(leaf, types.GeneratorType) or holds_tensors(leaf, 4):
+            raise ConfigError(
+                f"{where} to an object of the class {type(leaf).__name__}, which a recorded step cannot make again. Keep its "
+                "tensors in attributes, lists or dicts, and make the object in a hook (on_train_batch_end)."
+            )
