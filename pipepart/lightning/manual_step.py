@@ -31,6 +31,8 @@ class OptimizerOutline:
     """For each optimizer the names of its parameters."""
     schedulers: int
     """The number of learning rate schedulers."""
+    repeating: frozenset[int] = frozenset()
+    """Optimizers whose step may call its closure several times, or at another time than first."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,12 @@ class _NotedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Run the closure and note the step."""
+        if closure is not None and self.index in self._notes.outline.repeating:
+            raise CaptureError(
+                f"{self._notes.name}.training_step calls step(closure) of optimizer {self.index}, which may run the closure "
+                "several times (LBFGS, SAM and others). The closure is recorded and run once: use an optimizer of torch.optim "
+                "other than LBFGS, which works with automatic optimization."
+            )
         answer = None if closure is None else closure()
         self._notes.note("step", self.index, counts=self._counts, given=tuple(sorted(kwargs.items())))
         self._notes.steps += self._counts
@@ -282,4 +290,10 @@ def outline_of(module: nn.Module, optimizers: Sequence[Any], schedulers: int) ->
         raise CaptureError(
             f"an optimizer has a parameter of shape {tuple(parameter.shape)} that is no parameter of the module. Register it."
         )
-    return OptimizerOutline(tuple(tuple(names[id(p)] for p in group) for group in groups), schedulers)
+    repeating = [
+        index
+        for index, optimizer in enumerate(optimizers)
+        if isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
+    ]
+    parameters = tuple(tuple(names[id(p)] for p in group) for group in groups)
+    return OptimizerOutline(parameters, schedulers, frozenset(repeating))

@@ -311,6 +311,16 @@ class ClipsWeights(_Step):
             parameter.data.clamp_(-0.1, 0.1)
 
 
+class Closures(_Step):
+    """LBFGS calls its closure several times."""
+
+    def step(self, g_opt, d_opt, x, fake, score):
+        d_opt.step(lambda: self.manual_backward(self.discriminator(x).square().mean()))
+
+    def configure_optimizers(self):
+        return super().configure_optimizers()[0], torch.optim.LBFGS(self.discriminator.parameters())
+
+
 class NoBackward(_Step):
     def step(self, g_opt, d_opt, x, fake, score):
         self.log("score", score.mean())
@@ -326,5 +336,6 @@ REFUSED: dict[Any, str] = {
     StaysToggled: "toggle_optimizer without untoggle_optimizer",
     HalfToggled: "from a call inside toggle_optimizer and from one outside of it",
     ClipsWeights: "the step changes the parameter discriminator.0.weight in place",
+    Closures: "calls step(closure) of optimizer 1, which may run the closure several times",
     NoBackward: "runs no backward for the first batch",
 }
