@@ -31,6 +31,7 @@ from pipepart.lightning.ranks import RankCollectives, device_of
 from pipepart.lightning.read_once import read_once
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
+from pipepart.lightning.replica_counts import counted_by_replicas
 from pipepart.lightning.run_features import RunFeatures
 from pipepart.lightning.run_parts import RunParts
 from pipepart.lightning.run_patches import Signals, connect_callbacks
@@ -262,7 +263,8 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
         self._checkpoints.load_waiting(module, self._whole.runtime)
         self._signals = Signals(trainer, self._ranks.groups, self._patches)
         if fitting:
-            self.setup_optimizers(trainer)
+            with counted_by_replicas(trainer, self.mesh):
+                self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.precision_plugin, module.automatic_optimization)
             if trainer.checkpoint_callbacks:
                 self._checkpoints.prepare()

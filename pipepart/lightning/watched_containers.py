@@ -179,6 +179,13 @@ class Watched:
     """A container that reports its changes."""
 
     _base: Any = list
+    _pipepart_original: Any = list
+
+    def __new__(cls, *args: Any) -> Any:
+        """A plain container for code that makes one of the same type: ``type(data)(items)``."""
+        if args and not isinstance(getattr(args[0], "touched", None), Touched):
+            return cls._pipepart_original(*args)
+        return cls._base.__new__(cls)
 
     def __init__(self, watch: Watch, path: Path, items: Any, original: Any) -> None:
         self._base.__init__(self, items)

@@ -24,7 +24,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     """Further options of every trainer, on one device as well."""
     draws: bool = False
-    """Whether the module draws random numbers: they are fixed, on one device as well."""
+    """Whether the module draws random numbers: they are fixed, on one device as well, and dropout is off."""
     relative: float = 1e-7
     """The difference that rounding may make."""
     remark: str = ""

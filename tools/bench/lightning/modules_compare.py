@@ -60,7 +60,7 @@ def judge(case: Case, answers: Sequence[Answer]) -> Row:
     one, ranks = answers[0], answers[1:]
     if one.kind != "done" or one.record is None:
         return Row(case.name, "broken", [f"on one device: {one.text}"])
-    if not one.record["losses"]:
+    if not one.record["steps"]:
         return Row(case.name, "broken", ["on one device: no training step was seen"])
     if not any(one.record["moved"]):
         return Row(case.name, "broken", ["on one device: training changed no parameter"])
@@ -80,7 +80,7 @@ def judge(case: Case, answers: Sequence[Answer]) -> Row:
         problems += [f"rank {rank}: {problem}" for problem in found]
         largest = max(largest, difference)
     said = ranks[0].said
-    row = Row(case.name, "equal", [], largest, len(one.record["losses"]))
+    row = Row(case.name, "equal", [], largest, one.record["steps"])
     if problems:
         flagged = any("SamplesMeet" in line for line in said)
         row.state, row.words = ("flagged" if flagged else "different"), [*problems[:3], *said]
@@ -114,6 +114,8 @@ def _differences(one: Any, other: Any, relative: float, written: bool) -> tuple[
     for what in ("losses", "states", "results", *(["logged"] if written else [])):
         if len(one[what]) != len(other[what]):
             problems.append(f"{len(other[what])} {what} instead of {len(one[what])}")
+    if one["steps"] != other["steps"]:
+        problems.append(f"{other['steps']} steps instead of {one['steps']}")
     compare("losses", one["losses"], other["losses"], relative)
     for number, (expected, got) in enumerate(zip(one["states"], other["states"])):
         if list(expected) != list(got):

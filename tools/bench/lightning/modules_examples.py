@@ -22,7 +22,7 @@ from tools.bench.lightning.modules_list import EXAMPLES
 __all__ = ["CASES", "load"]
 
 CASES = Cases()
-_LIMITS = {"max_epochs": 1, "limit_train_batches": 4}
+_LIMITS: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 4}
 
 
 def load() -> None:
@@ -109,7 +109,7 @@ def _bug_report() -> None:
     _run("bug_report/bug_report_model.py")
 
 
-@CASES.add("examples.transformer", trainer=_LIMITS)
+@CASES.add("examples.transformer", trainer=_LIMITS, draws=True, remark="without dropout")
 def _transformer() -> None:
     _run("basics/transformer.py")
 
@@ -119,7 +119,7 @@ def _backbone() -> None:
     _run("basics/backbone_image_classifier.py")
 
 
-@CASES.add("examples.autoencoder", trainer=_LIMITS)
+@CASES.add("examples.autoencoder", trainer={**_LIMITS, "precision": "32-true"}, relative=1e-4)
 def _autoencoder() -> None:
     _run("basics/autoencoder.py")
 

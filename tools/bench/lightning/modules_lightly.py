@@ -107,12 +107,12 @@ def _simsiam() -> None:
 def _two_losses(name: str, head: str) -> Callable[[], None]:
     def program() -> None:
         from lightly import loss
-        from lightly.models import modules
+        from lightly.models.modules import heads
 
         def step(module: Any, views: list[Any]) -> Any:
             return module.criterion(*(module.head(module.backbone(view)) for view in views))
 
-        parts = {"backbone": _backbone(), "head": getattr(modules, head)(16, 16, 8), "criterion": getattr(loss, name)()}
+        parts = {"backbone": _backbone(), "head": getattr(heads, head)(16, 16, 8), "criterion": getattr(loss, name)()}
         _fit(step, parts)
 
     return program

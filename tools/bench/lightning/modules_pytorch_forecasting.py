@@ -110,8 +110,3 @@ def _mlp() -> None:
 @CASES.add("pytorch_forecasting.tide")
 def _tide() -> None:
     _train("TiDEModel", {"hidden_size": 16, "dropout": 0.0}, "MAE")
-
-
-@CASES.add("pytorch_forecasting.xlstm")
-def _xlstm() -> None:
-    _train("xLSTMTime", {"hidden_size": 8, "dropout": 0.0}, "SMAPE", covariates=False)

@@ -182,7 +182,7 @@ def _run(case: Case, rank: int | None, port: int) -> Answer:
     def strategy() -> Any:
         return PipelineStrategy(**{"stages": 2, "microbatches": case.microbatches, **case.strategy})
 
-    record = watched_trainers({**SETTINGS, **case.trainer}, None if rank is None else strategy)
+    record = watched_trainers({**SETTINGS, **case.trainer}, None if rank is None else strategy, not case.draws)
     lightning.seed_everything(0)
     case.program()
     return Answer("done", record=record)

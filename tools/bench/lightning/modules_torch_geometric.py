@@ -120,6 +120,7 @@ def _graphgym() -> None:
     cfg.accelerator = "cpu"
     cfg.dataset.task = "graph"
     cfg.dataset.task_type = "classification"
+    cfg.gnn.head = "graph"
     cfg.model.loss_fun = "cross_entropy"
     cfg.gnn.dim_inner, cfg.gnn.layers_mp, cfg.gnn.dropout = 16, 2, 0.0
     module = create_model(dim_in=8, dim_out=3)

@@ -18,16 +18,25 @@ import torch
 __all__ = ["Record", "fixed_draws", "watched_trainers"]
 
 Record = dict[str, Any]
-"""What one process has seen: `losses`, `logged`, `states` (of the module after each fit), `moved` (whether that fit changed
-any of it) and `results` (of evaluations)."""
+"""What one process has seen: the number of `steps`, `losses`, `logged`, `states` (of the module after each fit), `moved`
+(whether that fit changed any of it) and `results` (of evaluations)."""
 
 
-def watched_trainers(settings: Mapping[str, Any], strategy: Callable[[], Any] | None) -> Record:
+def watched_trainers(settings: Mapping[str, Any], strategy: Callable[[], Any] | None, dropout: bool = True) -> Record:
     """From here on, trainers of this process run with `settings`; returns the record that they fill.
 
-    `strategy` makes the strategy of a trainer. None: one device, as Lightning chooses it.
+    `strategy` makes the strategy of a trainer. None: one device, as Lightning chooses it. Without `dropout`, modules are
+    trained with a rate of 0.
     """
-    record: Record = {"losses": [], "logged": [], "states": [], "results": [], "moved": []}
+    record: Record = {
+        "dropout": dropout,
+        "steps": 0,
+        "losses": [],
+        "logged": [],
+        "states": [],
+        "results": [],
+        "moved": [],
+    }
     for namespace in ("lightning.pytorch", "pytorch_lightning"):
         package = importlib.import_module(namespace)
         _watch(package, record, dict(settings), strategy)
@@ -53,6 +62,8 @@ def _watch(package: Any, record: Record, settings: dict[str, Any], strategy: Cal
 
     @functools.wraps(fit)
     def run(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not record["dropout"]:
+            _without_dropout(model)
         before = _state(model)
         result = fit(self, model, *args, **kwargs)
         record["states"].append(_state(model))
@@ -114,6 +125,7 @@ def _callback(package: Any, record: Record) -> type:
         """Keeps the loss of each step."""
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            record["steps"] += 1
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             if isinstance(loss, torch.Tensor):
                 record["losses"].append(float(loss.detach()))
@@ -129,6 +141,14 @@ def _state(module: Any) -> dict[str, torch.Tensor]:
     """The values of a module after a fit. A compiled module has those of what it wraps."""
     values = getattr(module, "_orig_mod", module).state_dict()
     return {key: value.detach().clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _without_dropout(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, torch.nn.MultiheadAttention):
+            module.dropout = 0.0
 
 
 def _moved(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> bool:
