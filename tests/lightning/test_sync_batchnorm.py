@@ -61,7 +61,7 @@ def _ranks(microbatches: int, batch_norm: str, uneven: bool = False) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("microbatches", "batch_norm"), [(1, "microbatch"), (2, "microbatch"), (2, "batch")])
+@pytest.mark.parametrize(("microbatches", "batch_norm"), [(1, "microbatch"), (2, "batch")])
 def test_equal_to_one_process_on_the_batches_of_all_replicas(microbatches: int, batch_norm: str) -> None:
     by_hand = MicrobatchesByHand(microbatches) if microbatches > 1 else "auto"
     expected = _fit(by_hand, 1, _batches(None, microbatches))
