@@ -22,6 +22,8 @@ def load_libraries() -> None:
     was_on = gc.isenabled()
     gc.disable()
     try:
+        import lightning.pytorch  # noqa: F401
+
         import pipepart.lightning  # noqa: F401
     finally:
         if was_on:
