@@ -101,9 +101,8 @@ def record_lightning_step(
         given["dataloader_idx"] = dataloader_idx
     given.update({name: _counter(module, name) for name in _COUNTERS})
     method = getattr(type(module), step)
-    passed = [name for name in ("batch_idx", "dataloader_idx") if name in given]
-    if not _takes_batch_idx(getattr(module, step)):
-        passed.remove("batch_idx")
+    own_step = getattr(module, step)
+    passed = [name for name in ("batch_idx", "dataloader_idx") if name in given and _takes(own_step, name)]
 
     def run(own: Any, number: dict[str, Any]) -> tuple[Any, list[ExtraOutput]]:
         with _recording_view(module, number, collected, notes), collected.running(module, own):
@@ -130,10 +129,11 @@ def record_lightning_step(
     return recording
 
 
-def _takes_batch_idx(step: Callable[..., Any]) -> bool:
-    """Whether Lightning passes `batch_idx` to a step: by this name, as a second argument of any name, or to `*args`."""
+def _takes(step: Callable[..., Any], name: str) -> bool:
+    """Whether a step takes `batch_idx` or `dataloader_idx`: by this name, as an argument of any name, or in `*args`."""
     spec = inspect.getfullargspec(getattr(step, "__wrapped__", step))
-    return "batch_idx" in spec.args or spec.varargs is not None or len(spec.args) > 2
+    position = 2 if name == "batch_idx" else 3  # after self and the batch
+    return name in spec.args or spec.varargs is not None or len(spec.args) > position
 
 
 def _counter(module: nn.Module, name: str) -> int:
