@@ -181,7 +181,7 @@ class _Watch(Logs):
     @contextmanager
     def running(self, module: nn.Module, batch: Any) -> Iterator[None]:
         self.extras, self.count, self.given = [], 0, []
-        self.numbers, self.calls = {}, 0
+        self.numbers, self.calls, self.counted = {}, 0, []
         for metric in self.fresh.values():
             metric.start()
         self.sizes = sizes_of(trees.leaves_of(batch), self.batching)
@@ -190,6 +190,8 @@ class _Watch(Logs):
             with watched_containers(module, self):
                 yield
             self._check_given()
+            if active() is not None:
+                self.leads = self.counted  # not those of a run that has failed, at a size that the model does not take
         finally:
             self.is_running = False
 
@@ -261,7 +263,7 @@ class _Watch(Logs):
             self.extras += [ExtraOutput("number", None, {_KEY: (None, None)})] * lead
             return leaves
         found = [self._number(leaf) if is_tracked(leaf) else leaf for leaf in leaves]
-        self.leads[call:] = [len(self.extras) - count]
+        self.counted.append(len(self.extras) - count)
         return found
 
     def _number(self, number: Any) -> Later:

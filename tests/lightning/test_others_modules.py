@@ -75,7 +75,7 @@ class Columns(Scaled):
         columns = np.append(batch["y_idx"], [1])
         chosen = windows[kept][:, :, columns]
         loss = mse_loss(self.body(chosen[:, :5].flatten(1)), chosen[:, 5:, 0])
-        self.log("train_loss", loss.detach().item(), batch_size=len(kept))
+        self.log("train_loss", loss.detach().item(), batch_size=len(batch["temporal"]))
         return loss
 
     validation_step = training_step
@@ -125,4 +125,4 @@ def test_equal_to_one_device() -> None:
     for name in MODULES:
         for rank, answer in enumerate(answers):
             assert_same_run(answer[name], expected[name], f"{name} on rank {rank}")
-            assert_same_state(answer[name]["state"], expected[name]["state"], f"{name} on rank {rank}")
+        assert_same_state(answers[0][name]["state"], expected[name]["state"], name)
