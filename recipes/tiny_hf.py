@@ -59,6 +59,7 @@ def make_folder(folder: Path, config: PreTrainedConfig, shard: str = "200KB", se
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
+    model.should_save_on_this_rank = lambda *_: True  # otherwise ranks but the first write no more than the tokenizer
     model.save_pretrained(folder, max_shard_size=shard)
     small_tokenizer(folder)
 
