@@ -79,15 +79,20 @@ def save_weights(
         _replace(part, target)
 
     together = strategy._checkpoints.together
-    together(lambda: _named(begin, target))
-    counts = strategy._ranks.gather(len(files))
-    before, total = sum(counts[: 0 if groups is None else groups.rank]), sum(counts)
-    names = [_file_name(before + number, total) for number in range(len(files))]
-    together(lambda: _named(write, target))
-    contents = strategy._ranks.gather(
-        [(name, key, value.nbytes) for name, tensors in zip(names, files) for key, value in tensors.items()]
-    )
-    together(lambda: _named(finish, target))
+    try:
+        together(lambda: _named(begin, target))
+        counts = strategy._ranks.gather(len(files))
+        before, total = sum(counts[: 0 if groups is None else groups.rank]), sum(counts)
+        names = [_file_name(before + number, total) for number in range(len(files))]
+        together(lambda: _named(write, target))
+        contents = strategy._ranks.gather(
+            [(name, key, value.nbytes) for name, tensors in zip(names, files) for key, value in tensors.items()]
+        )
+        together(lambda: _named(finish, target))
+    except CheckpointError:
+        if first:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def _divided(tensors: Part, most: int) -> list[Part]:

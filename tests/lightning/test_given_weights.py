@@ -224,6 +224,32 @@ def _errors(folders: list[str]) -> list[str]:
     return found
 
 
+def _unwritten(folder: str, result: str) -> str:
+    """Rank 1 cannot write: its tensors cannot be converted."""
+    strategy = PipelineStrategy(stages=2, microbatches=2, schedule="1f1b", split_at=["net.layers.2"])
+    module = Module(lambda: _source(folder))
+    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
+    trainer.fit(module, _data())
+
+    def convert(part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if torch.distributed.get_rank() == 1:
+            raise OSError("no space left")
+        return part
+
+    return error_of(save_weights, trainer, result, convert)
+
+
+def test_a_rank_that_cannot_write_leaves_the_earlier_folder(tmp_path: Path) -> None:
+    folder, result = _write(tmp_path / "weights", _state()), tmp_path / "result"
+    result.mkdir()
+    (result / "old").touch()
+    for error in run_ranks(2, _unwritten, folder, str(result)):
+        assert "the weights " in error
+        assert "could not be written: no space left" in error
+    assert [path.name for path in result.iterdir()] == ["old"]
+    assert not (tmp_path / "result.part").exists()
+
+
 def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:
     """Also one that only the rank finds that reads the tensor."""
     changes = {"missing": {"layers.3.0.weight": None}, "shape": {"layers.0.0.bias": torch.zeros(2)}}
