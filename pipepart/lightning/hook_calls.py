@@ -163,6 +163,9 @@ class HookCall(Follower):
         """The kind and the name of a tensor of the model, or of a view of one."""
         if isinstance(tensor, ForeignTensor):
             return tensor.place.kind, tensor.place.name
+        name = self._gathering.names.get(id(tensor))
+        if name is not None:
+            return "parameter", name
         if self._places is None:
             self._places = self._find_places()
         return self._places.get(memory_of(tensor))

@@ -95,9 +95,9 @@ class Seen:
             return f"replaces parameter objects ({new}), and stages and optimizers keep the earlier ones"
         first: dict[int, str] = {}
         for name, parameter in self.gathering.parameters.items():
-            memory = memory_of(parameter)
-            other = first.setdefault(memory, name)
-            if memory and other != name and {name, other} & self.written["parameter"]:
+            start = parameter.data_ptr() if parameter.numel() and memory_of(parameter) else -len(first) - 1
+            other = first.setdefault(start, name)
+            if other != name and {name, other} & self.written["parameter"]:
                 return f"lets parameters {other!r} and {name!r} share memory: copy the values (`a.data.copy_(b.data)`)"
         return ""
 

@@ -170,6 +170,41 @@ class Renewed(Momentum):
         (0.1 * penalty).backward()
 
 
+class Codebook(Momentum):
+    """A codebook that follows a weight, set as an attribute, and a weight of two layers on different stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6).double()
+        self.first.weight = self.head.weight
+        self.register_buffer("codes", torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6))
+
+    def training_step(self, batch, batch_idx):
+        near = self.codes[torch.cdist(batch, self.codes).argmin(1)]
+        return super().training_step(self.first(batch), batch_idx) + F.mse_loss(self.online(batch), near)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.codes = self.codes * 0.9 + 0.1 * self.online[0].weight[:4]
+        self.head.weight.mul_(0.9).add_(self.online[4].weight[:, :6], alpha=0.01)
+
+
+class Groups(Momentum):
+    """Parameters by the groups of an optimizer, and as one vector."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / (parameter.grad.norm() + 1.0)
+        self.see(torch.nn.utils.parameters_to_vector(self.online.parameters()).detach().norm())
+
+    @torch.no_grad()
+    def on_train_epoch_end(self):
+        vector = torch.nn.utils.parameters_to_vector(self.target.parameters())
+        torch.nn.utils.vector_to_parameters(vector * 0.5, self.target.parameters())
+
+
 class Outer(Momentum):
     """The work is done by callbacks."""
 
@@ -203,7 +238,8 @@ class Histograms(L.Callback):
 
 
 KINDS: dict[str, Callable[[], Momentum]] = {
-    kind.__name__: kind for kind in (Data, InPlace, AfterStep, Foreach, Sometimes, More, Reads, Clipped, Renewed, Outer)
+    kind.__name__: kind
+    for kind in (Data, InPlace, AfterStep, Foreach, Sometimes, More, Reads, Clipped, Renewed, Codebook, Groups, Outer)
 }
 CALLBACKS = {"Outer": [Follow, Histograms]}
 
@@ -254,13 +290,30 @@ def _flat(values: Any) -> list[float]:
     [
         (2, 2, ["Data"]),
         SLOW(2, 2, ["AfterStep", "More", "Clipped", "Reads"]),
-        SLOW(3, 3, ["InPlace", "Outer", "Renewed"]),
-        SLOW(2, 4, ["Foreach", "Sometimes", "Outer"]),
+        SLOW(3, 3, ["InPlace", "Renewed", "Codebook"]),
+        SLOW(2, 4, ["Foreach", "Sometimes", "Outer", "Groups"]),
         SLOW(3, 6, ["Data", "Reads"]),
     ],
 )
 def test_equal_to_one_device(stages: int, devices: int, names: list[str]) -> None:
     _same(run_ranks(devices, _fit, names, stages, devices), names, f"{stages} stages, {devices} devices")
+
+
+class Drawn(Codebook):
+    """Random numbers that differ on each rank."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        torch.manual_seed(self.trainer.strategy.global_rank)
+        nn.init.normal_(self.head.weight, std=0.1)
+        nn.init.normal_(self.online[0].weight, std=0.1)
+
+
+@pytest.mark.slow
+def test_random_values_are_the_same_on_all_copies() -> None:
+    """The weight of two stages, and replicas: the stage that holds a parameter decides for all."""
+    states = [answer["Drawn"][0] for answer in run_ranks(4, _fit, ["Drawn"], 2, 4)]
+    for state in states[1:]:
+        assert all(torch.equal(state[key], value) for key, value in states[0].items())
 
 
 # ---- refusals
@@ -336,7 +389,7 @@ class Late(Momentum):
             self.see(getattr(self, "he" + "ad")._parameters["wei" + "ght"].detach().abs().max())
 
 
-KINDS |= {"InTheStep": InTheStep, "BeforeTheStep": BeforeTheStep}
+KINDS |= {"InTheStep": InTheStep, "BeforeTheStep": BeforeTheStep, "Drawn": Drawn}
 OTHERS = {kind.__name__: kind for kind in (OnOneRank, Replaced, Shared, Fails, Apart, Late)}
 
 
