@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from pipepart.errors import ConfigError
 from pipepart.lightning.announce import tell
+from pipepart.lightning.namespaces import of
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.parent import end_with_parent
 from pipepart.recording.inputs import trees
@@ -115,8 +115,7 @@ class ForkLauncher:
 
 def _check_devices(trainer: Trainer) -> None:
     """Raise Lightning's error if this process has used a GPU, which its forks could not use then."""
-    fabric = "lightning.fabric" if type(trainer).__module__.startswith("lightning.") else "lightning_fabric"
-    import_module(f"{fabric}.strategies.launchers.multiprocessing")._check_bad_cuda_fork()
+    of(trainer).module("fabric.strategies.launchers.multiprocessing")._check_bad_cuda_fork()
 
 
 def _left_behind(trainer: Trainer) -> dict[str, Any]:
