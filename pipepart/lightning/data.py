@@ -95,11 +95,13 @@ def loader_number(trainer: Trainer, opened: bool, patches: RunPatches) -> int | 
         return None
     loop: Any = trainer._active_loop
     loader = loop._combined_loader if opened else _open_loader(trainer, patches)
-    if loader is not None:
-        loop._verify_dataloader_idx_requirement()  # Lightning's own words, before the step is recorded
-        begin_streams(loader)
-    several = loader is not None and loader._mode == "sequential" and len(loader.flattened) > 1
-    return 0 if several else None
+    if loader is None:
+        return None
+    begin_streams(loader)
+    if loader._mode == "sequential" and len(loader.flattened) > 1:
+        return 0
+    loop._verify_dataloader_idx_requirement()  # a step that takes the number: Lightning's own words, before it is recorded
+    return None
 
 
 def _not_the_next(function: Callable[[], None]) -> Callable[[], None]:

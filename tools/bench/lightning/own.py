@@ -223,7 +223,7 @@ def _table(results: Results, files: list[str], plain: str, ours: str) -> float:
     for text, tests in sorted(reasons.items(), key=lambda item: -len(item[1])):
         print(f"{len(tests):4}  {text}")
         for test in tests:
-            known = REASONS.get(test.removeprefix("tests/").removeprefix("tests_pytorch/"), "")
+            known = REASONS.get(test.partition("[")[0].removeprefix("tests/").removeprefix("tests_pytorch/"), "")
             print(f"        {test}{'  -- ' + known if known else ''}")
     return share
 
