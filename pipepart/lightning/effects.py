@@ -301,9 +301,9 @@ class _Watch(Logs):
         if self.undecided:
             name, (a, b) = next(iter(self.undecided.items()))
             raise CaptureError(
-                f"{name}: two runs of the step on one state gave {a!r} and {b!r}, so the value does not come from the batch "
-                "or from the module (a clock, a random number of Python). A recorded step does not run this Python again: do "
-                "it in a hook (on_train_batch_end)."
+                f"{name}: two runs of the step on one state gave {a!r} and {b!r}, so it is no number or tensor that the "
+                "graph computes (a clock, a random number of Python, a text made of a loss). A recorded step does not "
+                "run this Python again: do it in a hook (on_train_batch_end)."
             )
         found: dict[int, Effect] = {}
         for extra in recording.extras:
