@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env zoo-env lightning-env train test test-fast lint types format bench clean
+.PHONY: help env zoo-env lightning-env train test test-fast test-long lint types format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -53,13 +53,16 @@ train: $(STAMP) ## train the default recipe on 2 stages; overrides: ARGS="strate
 # Side by side: tests wait for processes about as much as they compute. ARGS="-n 0" runs them one after the other.
 TOGETHER := -n auto --dist loadscope
 # The tests start many processes; all of them would compile the package and the tests again without bytecode.
-test test-fast: export PYTHONDONTWRITEBYTECODE :=
+test test-fast test-long: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(STAMP) ## run the whole test suite
-	@$(BIN)/python -m pytest $(TOGETHER) $(ARGS)
+	@$(BIN)/python -m pytest $(TOGETHER) -m "not long" $(ARGS)
+
+test-long: $(STAMP) ## run only the long tests, which the whole suite leaves out
+	@$(BIN)/python -m pytest $(TOGETHER) -m long $(ARGS)
 
 test-fast: $(STAMP) ## run only the quick tests
-	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not long" $(ARGS)
 
 lint: $(STAMP) types ## check style and types
 	@$(BIN)/ruff check .

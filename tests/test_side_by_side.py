@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.long_tests import LONG
 
 CONFTEST = """
 from support.side_by_side import *
@@ -58,3 +59,10 @@ def test_groups_stay_together_and_long_tests_are_dealt_out(tmp_path: Path) -> No
     assert "13 passed" in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "started").read_text() == "once "
     assert {(tmp_path / f"worker-{case}").read_text() for case in range(2)} == {"gw0", "gw1"}
+
+
+def test_long_tests_exist() -> None:
+    for name in LONG:
+        file, function = name.split("[")[0].split("::")
+        source = (Path(__file__).parents[1] / file).read_text()
+        assert f"def {function}(" in source, name

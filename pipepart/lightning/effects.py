@@ -155,6 +155,7 @@ class _Watch(Logs):
         self.numbers: dict[int, tuple[Any, Later]] = {}
         """Tracked numbers that were noted in this run."""
         self.leads: list[int] = []
+        self.counted: list[int] = []
         """For each call of `note` in the last recorded run, the extra outputs that its numbers needed."""
         self.calls = 0
         self.decided: dict[tuple[int, str, int], Any] = {}

@@ -98,7 +98,7 @@ def fit_and_compare(stages: int, raises: bool, precision: str | None = None) -> 
 @pytest.mark.parametrize("raises", [False, True], ids=["ends", "fails"])
 def test_one_process(raises: bool) -> None:
     names = ["_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "_summary"]
-    assert fit_and_compare(1, raises) == [*names, "clip_grad_by_norm"]
+    assert fit_and_compare(1, raises) == [*names, "clip_grad_by_norm", "clip_grad_by_value"]
 
 
 @pytest.mark.slow

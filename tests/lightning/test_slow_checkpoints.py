@@ -42,7 +42,7 @@ def _slow(folder: str) -> list[str]:
     for action in actions:
         began = time.monotonic()
         try:
-            checkpoints._on_rank_zero(action)
+            checkpoints.on_rank_zero(action)
             found.append("written")
         except (CheckpointError, OSError) as error:
             found.append(str(error))

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from support.long_tests import mark_long
+
 try:
     from xdist.scheduler import LoadScopeScheduling
 except ImportError:  # pytest alone runs the tests one after the other
@@ -54,7 +56,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Slow tests wait for processes half of their time: two workers for each core. Quick ones alone mostly compute."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    wanted = cores + (cores + 1) // 2 if config.getoption("markexpr") == "not slow" else 2 * cores
+    wanted = cores + (cores + 1) // 2 if "not slow" in config.getoption("markexpr") else 2 * cores
     return max(1, min(wanted, 16, int(memory / _MEMORY_OF_A_WORKER)))
 
 
@@ -77,7 +79,8 @@ def _table(config: Any) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker: put the groups in order, and leave the table."""
+    """Mark the long tests. In a worker: put the groups in order, and leave the table."""
+    mark_long(items)
     table = getattr(config, "workerinput", {}).get(_TABLE)
     if table is None:
         return  # a single process runs them in the order of the files

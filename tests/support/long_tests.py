@@ -1,0 +1,56 @@
+"""Tests that `make test` leaves out, so that it stays below its limit of 15 minutes. `make test-long` runs them.
+
+Each repeats, with another model, shape, launcher or phase, what a test of `make test` shows already.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+__all__ = ["LONG", "mark_long"]
+
+LONG = {
+    "tests/cli/test_cli_selftest.py::test_an_accelerator_passes",
+    "tests/cli/test_cli_verify.py::test_a_recipe_on_two_processes",
+    "tests/faults/test_another_user.py::test_a_job_goes_on_under_attack[torchrun]",
+    "tests/faults/test_one_port.py::test_both_jobs_train",
+    "tests/faults/test_parent_killed.py::test_ranks_end_with_their_parent[script, ranks import]",
+    "tests/faults/test_parent_killed.py::test_ranks_end_with_their_parent[script, ranks set up]",
+    "tests/faults/test_parent_killed.py::test_ranks_end_with_their_parent[train, ranks start]",
+    "tests/lightning/test_fabric.py::test_programs_equal_one_device[1-1]",
+    "tests/lightning/test_fabric.py::test_programs_equal_one_device[1-2]",
+    "tests/lightning/test_manual.py::test_equal_to_one_device[1-2-names1]",
+    "tests/lightning/test_manual.py::test_equal_to_one_device[3-1-names2]",
+    "tests/lightning/test_realistic.py::test_equal_to_one_device[3-3]",
+    "tests/machine/test_products.py::test_torch_imported_first_is_early_enough",
+    "tests/recipes/test_finetune.py::test_equal_to_a_plain_loop_and_saved_for_others[gpt2 with adapters]",
+    "tests/runtime/test_posts_end.py::test_the_posts_of_every_schedule_end[8]",
+    "tests/standin/test_standin_lightning.py::test_a_checkpoint_resumes_at_another_shape[meta-built]",
+    "tests/standin/test_standin_lightning.py::test_mixed_precision[16-mixed-False-None-1]",
+    "tests/standin/test_standin_lightning.py::test_mixed_precision[16-mixed-True-None-1]",
+    "tests/standin/test_standin_pipeline.py::test_models_of_a_library[llama]",
+    *(
+        f"tests/recipes/test_recipes_train.py::test_two_replicas_of_two_stages[{recipe}]"
+        for recipe in ("moe", "resnet", "rnn", "seq2seq", "unet")
+    ),
+    *(
+        f"tests/schedule/test_schedule_formulas.py::test_every_formula_up_to_64_microbatches[p{stages}]"
+        for stages in (5, 6, 7, 9, 10, 11, 12, 13, 14, 15)
+    ),
+    *(
+        f"tests/transparency/test_shapes.py::test_every_schedule_on_every_shape[{shape}-{model}]"
+        for shape, models in {
+            "3-1": ("unet", "resnet", "mixed", "frozen"),
+            "4-1": ("gpt", "unet", "resnet", "mixed"),
+            "2-2": ("unet", "mixed", "frozen"),
+        }.items()
+        for model in models
+    ),
+}
+
+
+def mark_long(items: list[pytest.Item]) -> None:
+    """Give the mark `long` to the tests of the list. `tests/test_side_by_side.py` finds names that no longer exist."""
+    for item in items:
+        if item.nodeid in LONG:
+            item.add_marker(pytest.mark.long)
