@@ -155,8 +155,9 @@ class _Watch(Logs):
         self.numbers: dict[int, tuple[Any, Later]] = {}
         """Tracked numbers that were noted in this run."""
         self.leads: list[int] = []
-        self.counted: list[int] = []
         """For each call of `note` in the last recorded run, the extra outputs that its numbers needed."""
+        self.counted: list[int] = []
+        """The same in the run that goes on."""
         self.calls = 0
         self.decided: dict[tuple[int, str, int], Any] = {}
         """(effect, its kind and target, position) -> the value that Python decided in the first recorded run."""
