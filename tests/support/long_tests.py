@@ -10,6 +10,20 @@ import pytest
 __all__ = ["LONG", "mark_long"]
 
 LONG = {
+    "tests/cli/test_cli_launching.py::test_torchrun_on_two_machines",
+    "tests/cli/test_cli_secrets.py::test_a_sharded_run_is_resumed",
+    "tests/faults/test_job_ends.py::test_all_processes_end_with_the_cause[torchrun raises]",
+    "tests/faults/test_parent_killed.py::test_ranks_end_with_their_parent[script, ranks start]",
+    "tests/lightning/test_capture_step.py::test_a_step_of_the_other_namespace_is_captured_as_a_step",
+    "tests/lightning/test_launching.py::test_two_nodes_under_slurm",
+    "tests/lightning/test_realistic.py::test_equal_to_one_device[2-4]",
+    "tests/recipes/test_recipes_train.py::test_two_replicas_of_two_stages[llama_hf]",
+    "tests/recording/test_capture_contract.py::"
+    "test_another_process_the_same_hash_on_the_meta_device_and_ten_billion_parameters_without_memory",
+    "tests/schedule/test_schedule_formulas.py::test_every_formula_up_to_64_microbatches[p8]",
+    "tests/standin/test_standin_lightning.py::test_a_fit_is_equal_to_a_plain_loop[gpt-3-options2]",
+    "tests/standin/test_standin_lightning.py::test_mixed_precision[bf16-mixed-False-None-1]",
+    "tests/transparency/test_real_code.py::test_experts_of_transformers[grouped_mm-dtype1]",
     "tests/cli/test_cli_selftest.py::test_an_accelerator_passes",
     "tests/cli/test_cli_verify.py::test_a_recipe_on_two_processes",
     "tests/faults/test_another_user.py::test_a_job_goes_on_under_attack[torchrun]",
