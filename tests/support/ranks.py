@@ -242,6 +242,7 @@ def _worker(connection: Connection, rank: int, size: int, standin: bool) -> None
                     timeout=timedelta(seconds=timeout),
                     device_id=torch.device("standin", rank) if eager else None,
                 )
+                dist.all_reduce(torch.zeros(1))  # a rank with a short case must not leave while another one connects
             answer = (True, function(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
