@@ -102,6 +102,7 @@ values = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(given_values=st.dictionaries(st.sampled_from(StrategyOptions.names()), values, min_size=1, max_size=3))
 def test_options_are_refused_by_one_of_our_errors(given_values: dict[str, Any]) -> None:

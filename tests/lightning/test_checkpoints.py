@@ -91,6 +91,7 @@ def _sharded(shape: str, folder: str) -> list[Any]:
     return [first, again, resumed]
 
 
+@pytest.mark.slow
 def test_the_kind_of_checkpoint_can_be_changed_after_a_run(tmp_path) -> None:
     """`strategy.sharded` counts at the time of the checkpoint, as `WeightEMA` reads it."""
     module, train, _ = build("gpt")

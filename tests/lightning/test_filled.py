@@ -112,6 +112,7 @@ def _equal(answer: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=f"{batch}, value {index}")
 
 
+@pytest.mark.slow
 def test_tensors_that_a_time_major_step_keeps() -> None:
     """Along whichever dimension their samples lie, and for values of the whole batch, too; the last batch is smaller."""
     expected = _fit(Keeping, 1)

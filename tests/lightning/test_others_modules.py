@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from support.ranks import run_ranks
@@ -120,6 +121,7 @@ def _fits(strategy: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_equal_to_one_device() -> None:
     expected, answers = _fits(False), run_ranks(2, _fits, True, timeout=240)
     for name in MODULES:

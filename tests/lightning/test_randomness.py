@@ -142,6 +142,7 @@ def test_after_a_resume_at_another_shape(tmp_path: Path) -> None:
     assert torch.allclose(rest[2], whole[2], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_other_seeds_steps_micro_batches_and_replicas_draw_differently(alone: Any) -> None:
     assert _run(1, seed=8)[0] != alone[0]
     draws = run_ranks(2, _first_draws)

@@ -122,6 +122,7 @@ def _run(module: Any) -> None:
     run_fit(module, *loaders(), PipelineStrategy(stages=2, microbatches=3), 2, max_epochs=20, num_sanity_val_steps=0)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_repeated_is_refused_by_name() -> None:
     names = [name for name in REFUSED if name != "deciding"]
     for rank, answer in enumerate(run_ranks(2, _refused, names)):

@@ -94,6 +94,7 @@ def _own(rows: torch.Tensor, replica: int, replicas: int) -> torch.Tensor:
     return rows.view(len(rows), replicas, -1)[:, replica]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_equal_to_one_process(replicas: int) -> None:
     expected = _run(False, 1, 1)

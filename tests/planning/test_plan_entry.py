@@ -69,6 +69,7 @@ def test_auto_is_the_best_of_all_fixed_shapes() -> None:
             assert auto.step_time <= fixed.step_time * 1.021, (stages, replicas, schedule)
 
 
+@pytest.mark.slow
 def test_a_batch_of_each_replica_is_planned_for_samples_per_second() -> None:
     captured = capture(Net(), example())
     target = Target(cluster(), batch_size=16, each_replica=True)
@@ -92,6 +93,7 @@ def test_a_schedule_from_a_file_says_its_stages_and_microbatches(tmp_path: Path)
     assert found.make_schedule().actions == make_schedule("gpipe", stages=2, microbatches=4).actions
 
 
+@pytest.mark.slow
 def test_a_fast_network_makes_replicas_and_a_slow_one_makes_stages() -> None:
     wide = plan(Net(), example(), cluster=cluster(bandwidth=1e13), batch_size=64)
     assert (wide.replicas, wide.stages) == (4, 1)

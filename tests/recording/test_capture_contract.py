@@ -66,6 +66,7 @@ def test_another_process_the_same_hash_on_the_meta_device_and_ten_billion_parame
     assert record(other, args).hash != here
 
 
+@pytest.mark.slow
 def test_meta_model_is_recorded_and_runs_when_its_part_is_materialised():
     with torch.device("meta"):
         model = GPT()

@@ -93,6 +93,7 @@ def _pipeline(steps: int, stages: int) -> Any:
     return losses, evaluated, pipe.state_dict(), {key: value.made for key, value in pipe._variants.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_equal_to_one_process(stages: int) -> None:
     losses, evaluated, state = _reference(8)

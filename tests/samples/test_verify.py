@@ -47,6 +47,7 @@ def _figures(table: str) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_table_of_a_model_whose_samples_meet_at_the_end() -> None:
     first, second = run_ranks(2, _verified, Clip, 2)
     assert second == "" and first.startswith("verify") and "3 micro-batches" in first

@@ -125,6 +125,7 @@ def _molecules() -> Any:
     return piped(Passing(), [molecules(count, count) for count in (8, 9, 5, 7)], stages=2, microbatches=3)
 
 
+@pytest.mark.slow
 def test_batches_of_molecules() -> None:
     torch.manual_seed(0)
     compare(Passing(), [molecules(7, 7)], run_ranks(2, _molecules, timeout=120))
