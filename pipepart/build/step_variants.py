@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipepart.build.foreign_collectives import collectives_refused
 from pipepart.build.job import no_samples
@@ -23,7 +22,7 @@ from pipepart.recording.inputs import trees
 from pipepart.recording.model_state.places import Change, Place
 from pipepart.recording.recorded import StateChanged
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.meeting import gather_objects
+from pipepart.runtime.meeting import gather_objects, reduce_numbers
 from pipepart.runtime.microbatch import fitting_sizes
 from pipepart.runtime.stage import StageRuntime
 from pipepart.samples.pieces import has_no_graphs
@@ -186,7 +185,7 @@ def empty_replica(batch: Any, name: str, runtime: StageRuntime, all_replicas: bo
         if groups is None or groups.numbers is None or not all_replicas:
             return here
         number = torch.tensor([here])
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=groups.numbers)
+        reduce_numbers(number, groups, groups.numbers)
     return int(number)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +10,25 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.launcher.api import LaunchConfig
 
+from pipepart.cli.meeting_point import meet_agents
 from pipepart.errors import ConfigError, PipelineError
-from pipepart.runtime.rendezvous import check_host, token_digest
+from pipepart.runtime.addresses import check_host
 
 __all__ = ["launch_config"]
 
 _BACKEND = "pipepart"
+_PORT = 29400
+"""The port of a meeting at an address without one, as in torch."""
 
 
 class _Meeting(RendezvousHandler):
@@ -36,7 +36,8 @@ class _Meeting(RendezvousHandler):
 
     Torch's own meeting listens on every address of the host, and unpickles a key of a store that everyone can write. Here
     the store of one host is in the memory of its agent, and there is nothing to connect to. Agents of several hosts count
-    themselves in a TCP store, in names that nobody knows without PIPEPART_TOKEN, and read plain text only.
+    themselves in a TCP store on one address (`meeting_point`), in names that nobody knows without PIPEPART_TOKEN, and read
+    plain text only.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -51,28 +52,20 @@ class _Meeting(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         parameters = self._parameters
-        nodes = parameters.max_nodes
-        if nodes == 1:  # the ranks meet in the folder of the job, at no address
+        if parameters.max_nodes == 1:  # the ranks meet in the folder of the job, at no address
             return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
-        wait = int(parameters.config["timeout"])
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=_PORT)
         try:
-            store: dist.Store = dist.PrefixStore(f"{parameters.run_id}/{token_digest()}", create_backend(parameters)[1])
-            store.set_timeout(timedelta(seconds=wait))
-            turn, node = divmod(store.add("agents", 1) - 1, nodes)  # a sweep meets once for each run
-            store = dist.PrefixStore(str(turn), store)
-            if node == nodes - 1:
-                store.set("all here", "")
-            deadline = time.monotonic() + wait
-            while not store.check(["all here"]):  # not `wait`, in which Python handles no signals
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                time.sleep(0.2)
-            return RendezvousInfo(store, node, nodes, RendezvousStoreInfo.build(node, store, parameters.local_addr))
-        except (dist.DistError, RendezvousError, TimeoutError) as error:
+            met = meet_agents(host, port, parameters.max_nodes, int(parameters.config["timeout"]))
+            if met.node == 0:
+                met.store.set("port", str(get_free_port()))
+            main = RendezvousStoreInfo(met.address, int(met.store.get("port")))
+        except dist.DistError as error:
             raise PipelineError(
-                f"the {nodes} machines of this job have not met at launcher.address={parameters.endpoint} within {wait} s. "
-                "Start the same command, with the same PIPEPART_TOKEN, on each of them, or set a larger launcher.wait."
+                f"the connection to {parameters.endpoint}, where the machines of this job meet, was lost: {error}. The command "
+                "on the machine with this address has ended, or the network between the machines is broken."
             ) from error
+        return RendezvousInfo(met.store, met.node, parameters.max_nodes, main)
 
     def is_closed(self) -> bool:
         return self._closed
@@ -98,7 +91,7 @@ def launch_config(config: dict[str, Any], logs: Path, patience: int) -> LaunchCo
     rendezvous_handler_registry.register(_BACKEND, _Meeting)
     if nodes > 1:
         try:
-            host, _ = parse_rendezvous_endpoint(str(launcher["address"]), default_port=29400)
+            host, _ = parse_rendezvous_endpoint(str(launcher["address"]), default_port=_PORT)
         except ValueError as error:
             raise ConfigError(f"launcher.address must be HOST:PORT, got {launcher['address']!r}: {error}") from error
         check_host(host, "launcher.address")

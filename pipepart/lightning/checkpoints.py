@@ -20,6 +20,7 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.meeting import exchange_objects, meet
 from pipepart.runtime.mesh import own_group
+from pipepart.runtime.rendezvous import limit_silence
 from pipepart.runtime.strangers import closed_to_strangers
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Checkpoints:
             lists = [[list(range(mesh.world_size))], [mesh.pipeline(replica) for replica in range(mesh.replicas)]]
             world, pipeline = (own_group(groups.rank, ranks, timedelta(seconds=limit), _HOST) for ranks in lists)
         assert world is not None and pipeline is not None
+        limit_silence(groups.timeout)  # a host that is cut off does not close its connections
         self._patient = replace(groups, world=world, pipeline=pipeline, timeout=limit)
         released_with(self._patient, release_groups, [world, pipeline])
         return self._patient

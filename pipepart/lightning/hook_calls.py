@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 
@@ -29,6 +28,7 @@ from pipepart.lightning.hook_rules import FORMS, GRADIENT, SET_DATA, SET_GRADIEN
 from pipepart.runtime.failure import first_cause, guarded, stopped
 from pipepart.runtime.foreign import Follower, ForeignTensor, follow
 from pipepart.runtime.gathering import Gathering
+from pipepart.runtime.meeting import reduce_numbers
 from pipepart.runtime.mesh import Groups
 
 __all__ = ["Alone", "HookCall", "aside", "tell_others"]
@@ -205,7 +205,7 @@ class HookCall(Follower):
         self._busy = True
         try:
             with guarded(self._groups), torch.inference_mode(False):
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.pipeline)
+                reduce_numbers(flags, self._groups, self._groups.pipeline)
                 someone, further, asked, broken, drawn = (bool(flag) for flag in flags.tolist())
                 self._hook.draws |= drawn
                 if broken:

@@ -23,7 +23,7 @@ from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import measured_step, plan_figures, step_figures
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.meeting import exchange_objects
+from pipepart.runtime.meeting import exchange_objects, reduce_numbers
 from pipepart.runtime.microbatch import batch_size_of
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _in_all_replicas(runtime: StageRuntime, samples: int) -> int:
         return samples
     total = torch.tensor(samples)
     with guarded(groups):
-        dist.all_reduce(total, group=groups.numbers)
+        reduce_numbers(total, groups, groups.numbers, dist.ReduceOp.SUM)
     return int(total)
 
 

@@ -21,7 +21,7 @@ from pipepart.options import Options
 from pipepart.parent import outlive_parent
 from pipepart.runtime import Groups, Mesh, fit_mesh
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.meeting import broadcast_object, gather_objects, meet
+from pipepart.runtime.meeting import broadcast_object, gather_objects, meet, reduce_numbers
 from pipepart.runtime.rendezvous import leave_environment, listen_locally, meeting_store
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.watcher import watch
@@ -183,7 +183,7 @@ class Ranks:
             return decision
         votes = torch.tensor(int(decision))
         with guarded(groups):
-            dist.all_reduce(votes, group=groups.world)
+            reduce_numbers(votes, groups, groups.world, dist.ReduceOp.SUM)
         return bool(votes == self.mesh.world_size) if all else bool(votes)
 
     # ---- data and weights

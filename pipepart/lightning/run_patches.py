@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from pipepart.lightning.announce import tell
@@ -21,6 +20,7 @@ from pipepart.lightning.namespaces import of
 from pipepart.recording.model_state.state import stand_ins
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import reduce_numbers
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -174,7 +174,7 @@ class Signals:
         mine = int(1e6 * (time.perf_counter() - self._since) / self._calls)
         with guarded(self._groups):
             flags = torch.tensor([self._terminate, self._requeue, mine])
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
+            reduce_numbers(flags, self._groups, self._groups.world)
         terminate, requeue, slowest = flags.tolist()
         # After a change of the kind, the time of a call is not known yet.
         self._next = min(_MOST_CALLS, max(1, int(1e6 * _ANSWERS_WITHIN / max(1, slowest)))) if kind == self._kind else 1

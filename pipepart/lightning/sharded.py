@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _REST = "rest.pt"
+_VISIBLE = 5.0  # seconds after which all hosts see what one has written to a shared disk
 
 
 def is_sharded(path: Any) -> bool:
@@ -104,6 +107,7 @@ def save(
     def finish() -> None:
         if not first:
             return
+        _check_files(part)
         rest = {**checkpoint, "state_dict": {}, "pipepart_plain_state": every_plain}
         rest["optimizer_states"] = [
             {**state, "state": {}} if "state" in state else state for state in checkpoint.get("optimizer_states", [])
@@ -119,9 +123,23 @@ def save(
         for step in (begin, write, finish):
             together(lambda step=step: _named(step, target))  # type: ignore[misc]
     except CheckpointError:
-        if first:
-            shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)  # on every rank: its host may have a disk of its own
         raise
+
+
+def _check_files(part: Path) -> None:
+    """Refuse a checkpoint of which this rank does not see all files: another host has written them to a disk of its own."""
+    deadline = time.monotonic() + _VISIBLE
+    for name in sorted({entry.relative_path for entry in ShardReader(part).read_metadata().storage_data.values()}):
+        while not (part / name).is_file():
+            os.listdir(part)  # a network disk looks again
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank 0 on {socket.gethostname()} does not see {part / name}, which a rank of another host has written. "
+                    "Each stage writes its own part of a sharded checkpoint: use a folder on a disk that all hosts share, or "
+                    "sharded=False, with which rank 0 writes one file"
+                )
+            time.sleep(0.1)
 
 
 def _named(step: Callable[[], None], target: Path) -> None:

@@ -18,6 +18,7 @@ from pipepart.lightning.namespaces import of
 from pipepart.lightning.optimizers import states_to_host
 from pipepart.lightning.ranks import Ranks
 from pipepart.runtime import StageRuntime
+from pipepart.runtime.silence import answer_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -26,6 +27,7 @@ __all__ = ["Wholeness", "move_to_device"]
 
 _CUT = "_pipepart_cut"
 """Attribute of a module of which this process holds only a part: the runtime that can make it whole."""
+_ANSWER = 5.0  # seconds in which the store must answer
 
 
 class _InParts:
@@ -122,9 +124,13 @@ class Wholeness:
         states_to_host(optimizers)
 
     def vote(self, text: str) -> None:
-        """Tell the other ranks how the run has ended on this rank. The call does not wait for other ranks."""
+        """Tell the other ranks how the run has ended on this rank. The call does not wait for other ranks.
+
+        The host of the store may be gone: that must not take the place of the error with which this rank ends.
+        """
         if self._ranks.groups is not None and dist.is_initialized():
-            _store().set(self._key(self._ranks.groups.rank), text)
+            key, store = self._key(self._ranks.groups.rank), _store()
+            answer_of(lambda: store.set(key, text), _ANSWER)
 
     def _key(self, rank: int) -> str:
         return f"pipepart/ended/{self._runs}/{rank}"

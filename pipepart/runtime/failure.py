@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import traceback
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from pipepart.errors import PipelineError
 from pipepart.runtime.leaving import leave_after_failure
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.rendezvous import job_store
+from pipepart.runtime.silence import answer_of
 from pipepart.runtime.watching import Stopped
 
 __all__ = ["Stopped", "check_others", "first_cause", "guarded", "hang_report", "report", "stopped"]
 
 _KEY = "pipepart/first-failure"
 _PATIENCE = 3.0  # seconds to wait for the cause of a broken connection
+_ANSWER = 5.0  # seconds in which the store must answer
 _TOLD = "_pipepart_told"
 _TRANSPORT_WORDS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL")
 
@@ -113,21 +116,17 @@ def _is_timeout(error: BaseException) -> bool:
 def hang_report(groups: Groups, error: BaseException) -> str:
     """Return the transfers that ranks wait for, as far as they have reported them, and the ranks without a report."""
     said: dict[int, str] = {groups.rank: f"{groups.where} waits: {error}"}
-    cause = None
-    with suppress(Exception):
-        store, key = job_store(), f"{_key(groups)}/waits"
-        store.set(f"{key}/{groups.rank}", said[groups.rank])
-        deadline = time.monotonic() + _PATIENCE
-        while time.monotonic() < deadline and cause is None and len(said) < groups.mesh.world_size:
-            for rank in range(groups.mesh.world_size):
-                if rank not in said and store.check([f"{key}/{rank}"]):
-                    said[rank] = store.get(f"{key}/{rank}").decode(errors="replace")
-            cause = first_cause(groups)
-            time.sleep(0.1)
+    cause, answered = answer_of(lambda: _collect(groups, said), _PATIENCE + _ANSWER)
     if cause is not None:
         return stopped(groups, cause)
+    said = dict(said)  # a thread that waits for the store may still have the other one
     silent = [groups.mesh.describe(rank) for rank in range(groups.mesh.world_size) if rank not in said]
     lines = [f"{groups.where} reached its timeout. Ranks that wait:", *(f"  {said[rank]}" for rank in sorted(said))]
+    if not answered and groups.rank != 0:
+        lines.append(
+            f"  The store of the job, on the host of rank 0, does not answer {socket.gethostname()}: one of the two hosts has "
+            "ended, or the network between them is broken."
+        )
     if silent:
         lines.append(
             f"  no report from {', '.join(silent)}: stopped, stuck, or still computing. Look at these ranks first; if they "
@@ -136,23 +135,48 @@ def hang_report(groups: Groups, error: BaseException) -> str:
     return "\n".join(lines)
 
 
+def _collect(groups: Groups, said: dict[int, str]) -> str | None:
+    """Report the wait of this rank, and read those of the others into `said`; returns the first cause of a failure, if any."""
+    store, key = job_store(), f"{_key(groups)}/waits"
+    store.set(f"{key}/{groups.rank}", said[groups.rank])
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline and len(said) < groups.mesh.world_size:
+        for rank in range(groups.mesh.world_size):
+            if rank not in said and store.check([f"{key}/{rank}"]):
+                said[rank] = store.get(f"{key}/{rank}").decode(errors="replace")
+        cause = _written(groups)
+        if cause is not None:
+            return cause
+        time.sleep(0.1)
+    return None
+
+
 def report(groups: Groups, text: str) -> None:
     """Write the cause of a failure into the store of the job, unless another rank has done so before."""
-    with suppress(Exception):  # without rank 0 there is no store, and no rank to report to
+
+    def write() -> None:
         store = job_store()
         if store.add(_key(groups) + "/count", 1) == 1:
             store.set(_key(groups), text)
 
+    answer_of(write, _ANSWER)  # without rank 0 there is no store, and no rank to report to
+
 
 def first_cause(groups: Groups, patience: float = 0.0) -> str | None:
     """Return the report of the first rank that failed, or None after `patience` seconds."""
-    deadline = time.monotonic() + patience
-    with suppress(Exception):
-        store = job_store()
+
+    def look() -> str | None:
+        deadline = time.monotonic() + patience
         while True:
-            if store.check([_key(groups)]):
-                return store.get(_key(groups)).decode(errors="replace")
-            if time.monotonic() > deadline:
-                return None
+            cause = _written(groups)
+            if cause is not None or time.monotonic() > deadline:
+                return cause
             time.sleep(0.05)
-    return None
+
+    return answer_of(look, patience + _ANSWER)[0]
+
+
+def _written(groups: Groups) -> str | None:
+    """Return the cause of a failure in the store of the job, or None."""
+    store = job_store()
+    return store.get(_key(groups)).decode(errors="replace") if store.check([_key(groups)]) else None

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.foreign import ForeignTensor, fill_in
+from pipepart.runtime.meeting import reduce_numbers
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.stage import StageRuntime
 from pipepart.runtime.transport import broadcast
@@ -119,7 +119,7 @@ class Gathering:
             ],
             dtype=torch.uint8,
         )
-        dist.all_reduce(exists, dist.ReduceOp.MAX, group=self.groups.pipeline)
+        reduce_numbers(exists, self.groups, self.groups.pipeline)
         for name, values in self._brought("gradient", [name for name, flag in zip(names, exists.tolist()) if flag]):
             self.set_gradient(name, values)
 

@@ -2,12 +2,14 @@
 
 A process whose set-up has failed may stay alive with open connections (a notebook, a pool of workers), and the other ranks
 would wait for it until their timeout. So ranks meet in the store of the job first, where a rank that waits also sees the
-failures of others, and start the collective when all of them are there.
+failures of others, and start the collective when all of them are there. Flags and numbers of steps need no such
+meeting: a rank looks for failures while it waits for those of others.
 """
 
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ from pipepart.runtime.mesh import Groups
 from pipepart.runtime.rendezvous import job_store
 from pipepart.runtime.signing import signed, verified
 
-__all__ = ["all_reduce", "broadcast_object", "exchange_objects", "gather_objects", "meet"]
+__all__ = ["all_reduce", "broadcast_object", "exchange_objects", "gather_objects", "meet", "reduce_numbers"]
 
 _LOOK = 0.25  # seconds between two looks at failures of other ranks
+_STILL_WAITING = "Operation timed out!"  # the words of torch if an operation has not ended when its wait has
 _LONGEST = 0.01  # seconds between two looks at whether all ranks are there, at most
 
 
@@ -54,6 +57,22 @@ def all_reduce(tensor: torch.Tensor, groups: Groups, op: Any = dist.ReduceOp.SUM
     """Reduce a tensor over all ranks, in place."""
     meet(groups)
     dist.all_reduce(tensor, op, group=groups.world)
+
+
+def reduce_numbers(
+    numbers: torch.Tensor, groups: Groups, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.MAX
+) -> None:
+    """Reduce numbers in host memory over one of the groups, in place, without a meeting in the store."""
+    work = dist.all_reduce(numbers, op, group=group, async_op=True)
+    assert work is not None
+    while True:
+        try:
+            work.wait(timedelta(seconds=_LOOK))
+            return
+        except RuntimeError as error:
+            if _STILL_WAITING not in str(error):
+                raise
+        check_others(groups)
 
 
 def broadcast_object(value: Any, source: int, groups: Groups, inside_replica: bool = False) -> Any:

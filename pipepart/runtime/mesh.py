@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipepart.devices import backend_for, computes_on_host
 from pipepart.errors import PlanError
 from pipepart.runtime.leaving import release_groups, released_with
-from pipepart.runtime.rendezvous import job_key, job_store, locally
+from pipepart.runtime.rendezvous import job_key, job_store, limit_silence, locally
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.watching import Watching
 
@@ -106,7 +106,7 @@ class Groups:
     rank: int
     device: torch.device
     world: dist.ProcessGroup
-    """All ranks of the job. On accelerators it is our own: the default group may have no backend for host memory."""
+    """All ranks of the job. It is not the default group, whose timeout and backends are those of the user's program."""
     pipeline: dist.ProcessGroup
     """All stages of this replica: set-up, values of tails, outputs."""
     down: dist.ProcessGroup
@@ -143,24 +143,22 @@ class Groups:
         number = int(job_store().add(f"pipepart/groups/{rank}", 1))
         replicas = [mesh.pipeline(replica) for replica in range(mesh.replicas)]
         stages = [mesh.copies(stage) for stage in range(mesh.stages)]
-        both, default = backend_for(device), dist.group.WORLD
-        # CPU jobs use the default group, which takes tensors in host memory: one more group would cost time at the start.
-        shared = computes_on_host(device) and dist.get_backend() == _HOST
+        both = backend_for(device)
         with closed_to_strangers():
-            own = None if shared else own_group(rank, [list(range(mesh.world_size))], timeout, both)
+            world = own_group(rank, [list(range(mesh.world_size))], timeout, both)
             pipeline = own_group(rank, replicas, timeout, both)
             down, up = (own_group(rank, replicas, timeout, _HOST) for _ in range(2))
             copies = own_group(rank, stages, timeout, both) if mesh.replicas > 1 else None
             numbers = own_group(rank, stages, timeout, _HOST) if mesh.replicas > 1 else None
-        world = default if shared else own
+        limit_silence(timeout.total_seconds())
         assert world is not None and pipeline is not None and down is not None and up is not None
-        for group in (own, pipeline, copies):
+        for group in (world, pipeline, copies):
             connect(group, device)
         made = Groups(
             mesh, rank, device, world, pipeline, down, up, copies, numbers, number, timeout.total_seconds(), job_key()
         )
-        made.watch_over(own, pipeline, copies)
-        released_with(made, release_groups, [own, pipeline, down, up, copies, numbers])
+        made.watch_over(world, pipeline, copies)
+        released_with(made, release_groups, [world, pipeline, down, up, copies, numbers])
         return made
 
     @cached_property

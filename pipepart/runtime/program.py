@@ -19,6 +19,7 @@ from pipepart.runtime.deferred import defer_weights
 from pipepart.runtime.executor import Executor, PreparedBatch, StageChunks, StepWork
 from pipepart.runtime.gradients import ReplicaMean
 from pipepart.runtime.mailbox import Routes
+from pipepart.runtime.meeting import reduce_numbers
 from pipepart.runtime.microbatch import (
     MicrobatchSizes,
     batch_size_of,
@@ -209,7 +210,7 @@ class Program:
         """Return sums over the first stages of all replicas, in host memory."""
         assert self._groups is not None
         numbers = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(numbers, group=self._groups.numbers)
+        reduce_numbers(numbers, self._groups, self._groups.numbers, dist.ReduceOp.SUM)
         return [float(number) for number in numbers]
 
     # ---- after a step

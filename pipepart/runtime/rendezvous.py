@@ -1,20 +1,19 @@
 """The meeting of the processes of a job in a shared store.
 
 Processes of one host meet in a file that no other user can open, and gloo listens on loopback. Processes of several hosts
-meet in the TCP store of torch, which serves everyone who reaches its port: their network must be trusted.
+meet in the TCP store of torch, which serves everyone who reaches its port: their network must be trusted. The store and gloo
+listen in that network only.
 """
 
 from __future__ import annotations
 
 import atexit
 import hashlib
-import ipaddress
 import os
 import shutil
 import socket
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -24,21 +23,24 @@ import torch.distributed as dist
 
 from pipepart.devices import backend_for, local_device
 from pipepart.errors import ConfigError
+from pipepart.runtime.addresses import address_towards, check_host, interface_of, is_here, is_loopback, listen, reach
+from pipepart.runtime.silence import end_when_silent
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.values import shortened
 
 __all__ = [
-    "check_host",
     "job_folder",
     "job_key",
     "job_store",
     "join_job",
     "leave_environment",
+    "limit_silence",
     "listen_locally",
     "locally",
     "meeting_store",
     "name_job",
     "processes_on_this_host",
+    "served_store",
     "token_digest",
     "world_size",
 ]
@@ -48,11 +50,16 @@ _FOLDER = "PIPEPART_JOB"
 _TOKEN = "PIPEPART_TOKEN"
 """The variable with a secret of the user, equal on all hosts of a job. It is never sent."""
 _FILE = "store"
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_GLOO = "GLOO_SOCKET_IFNAME"
+_INTERFACES = (_GLOO, "NCCL_SOCKET_IFNAME")
 _chosen: dict[str, str] = {}
-"""The variables of interfaces that this process has set, since its job is on this host."""
-_RESOLVE = 5.0  # seconds in which the name of a host must resolve
+"""The variables of interfaces that this process has set for its job."""
 _opened: dict[str, dist.Store] = {}
+_between: dict[tuple[str, int], dist.Store] = {}
+"""The stores between hosts that this process has opened, by address and port."""
+_address: list[str] = []
+"""The address of this host in the network of the job, if it is on several hosts."""
+_GRACE = 5.0  # seconds
 _jobs = ExitStack()
 atexit.register(_jobs.close)
 
@@ -66,10 +73,7 @@ def join_job(timeout: timedelta, wanted: str | torch.device | None = None) -> to
         one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
         store = meeting_store(address, port, rank, size, timeout, one_host)
         with closed_to_strangers():
-            if store is None:
-                dist.init_process_group(backend_for(device), timeout=timeout)
-            else:
-                dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=size, timeout=timeout)
     return device
 
 
@@ -123,18 +127,18 @@ def name_job(nodes: int) -> None:
 
 def meeting_store(
     address: str, port: int, rank: int, size: int, timeout: timedelta, one_host: bool = False
-) -> dist.Store | None:
-    """Return the store in which the processes of a job meet; None if torch may make it. All ranks must call it.
+) -> dist.Store:
+    """Return the store in which the processes of a job meet. All ranks must call it.
 
     A job is on this host if its launcher says so or its main address is loopback. There, nothing listens that serves
     another user: neither a store of torch, which listens on every address of the host, nor gloo and NCCL, which listen on
-    the address of the host name unless an interface is set. Interfaces that the user has set are kept.
+    the address of the host name unless an interface is set. In a job on several hosts the store listens on the main address
+    only, and gloo on the interface that leads there. Interfaces that the user has set are kept.
     """
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the agent of torchrun has made a store
     folder = None if elastic else _job_around()
-    if not (folder or one_host or size == 1 or _is_loopback(address)):
-        check_host(address, _source_of_address())
-        return _store_with_token(address, port, rank, size, timeout, elastic)
+    if not (folder or one_host or size == 1 or is_loopback(address)):
+        return _store_between_hosts(address, port, rank, size, timeout, elastic)
     if interface := _loopback_interface():
         _chosen.update({name: interface for name in _INTERFACES if name not in os.environ})
         listen_locally()
@@ -149,13 +153,13 @@ def meeting_store(
 
 
 def listen_locally() -> None:
-    """Set the interfaces of a job on this host, as `meeting_store` has chosen them. NCCL reads them at its first use."""
+    """Set the interfaces of a job, as `meeting_store` has chosen them. NCCL reads them at its first use."""
     for name, interface in _chosen.items():
         os.environ.setdefault(name, interface)
 
 
 def leave_environment() -> None:
-    """Remove the interfaces that were set for a job on this host; those of the user stay."""
+    """Remove the interfaces that were set for a job; those of the user stay."""
     for name, interface in _chosen.items():
         if os.environ.get(name) == interface:
             del os.environ[name]
@@ -180,23 +184,6 @@ def _job_around() -> str | None:
     """
     folder = os.environ.get(_FOLDER)
     return folder if folder and (folder in _opened or os.path.isdir(folder)) else None
-
-
-def check_host(name: str, source: str) -> None:
-    """Raise an error if the name of the host where a job meets does not resolve; torch would try until its timeout."""
-    deadline = time.monotonic() + _RESOLVE  # a name may appear only when its host has started
-    while True:
-        try:
-            socket.getaddrinfo(name, None)
-            return
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"the processes of this job meet on the host {name!r}, and this name does not resolve on "
-                    f"{socket.gethostname()}: {error}. The name comes from {source}. Set it to an address that all hosts "
-                    "of the job can reach, or add the name to DNS or /etc/hosts."
-                ) from error
-            time.sleep(0.5)
 
 
 def _source_of_address() -> str:
@@ -307,15 +294,74 @@ def _remove(folder: str, maker: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _store_with_token(
+def _store_between_hosts(
     address: str, port: int, rank: int, size: int, timeout: timedelta, elastic: bool
-) -> dist.Store | None:
+) -> dist.Store:
     """Return the TCP store of a job on several hosts, with the token of the job in the names of all keys, if there is one."""
-    if not (digest := token_digest()):
-        return None
-    store = dist.TCPStore(address, port, size, rank == 0 and not elastic, timeout, wait_for_workers=False)
+    source = _source_of_address()
+    addresses = check_host(address, source)
+    if rank == 0 and not elastic:
+        place = next(filter(is_here, addresses), addresses[0])
+        if (address, port) not in _between:
+            _between[address, port] = served_store(address, port, timeout, source)
+    else:
+        place = reach(addresses, port, timeout.total_seconds(), source)
+        if (address, port) not in _between:
+            _between[address, port] = dist.TCPStore(place, port, None, False, timeout, wait_for_workers=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"{digest}/{attempt}", store)
+    store = _numbered(dist.PrefixStore(f"pipepart/{token_digest()}/{attempt}", _between[address, port]), rank)
+    own = _address_between(store, place, rank, size)
+    _address[:] = [] if own is None else [own]
+    limit_silence(timeout.total_seconds())
+    interface = None if own is None else interface_of(own)
+    if interface and _GLOO not in os.environ:  # NCCL chooses among the networks of several hosts itself
+        _chosen[_GLOO] = interface
+        listen_locally()
+    return store
+
+
+def limit_silence(seconds: float) -> None:
+    """Let connections to other hosts of the job end after `seconds` of silence, since a host may be cut off.
+
+    It is called whenever connections have been made. The timeout of transfers, which knows more, ends first.
+    """
+    for address in _address:
+        end_when_silent(address, seconds + _GRACE)
+
+
+def served_store(name: str, port: int, timeout: timedelta, source: str) -> dist.Store:
+    """Return a TCP store of torch that this process serves, on one address of this host only.
+
+    On some systems the name of a host is an address of loopback for the host itself. Others reach it by an address that is
+    not known here: then the store listens on all addresses. So it does behind a translated address, which no interface has.
+    """
+    addresses = check_host(name, source)
+    known = [address for address in addresses if is_here(address) and (is_loopback(name) or not is_loopback(address))]
+    everywhere = "::" if any(":" in address for address in addresses) else "0.0.0.0"
+    try:
+        listener = listen(known or [everywhere], port)
+    except OSError as error:
+        raise ConfigError(
+            f"{socket.gethostname()} cannot listen on {(known or addresses)[0]} port {port}, where the processes of this job "
+            f"meet: {error}. The address comes from {source}. Another job or program may use the port: choose another one."
+        ) from error
+    return dist.TCPStore(
+        known[0] if known else "localhost", port, None, True, timeout, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def _address_between(store: dist.Store, place: str, rank: int, size: int) -> str | None:
+    """Return the address of this host in the network of a job on several hosts. All ranks must call it.
+
+    `place` is the main address as this host sees it. If that is loopback, the ranks of other hosts tell the address by which
+    they have reached it; if there are none, the job is on this host.
+    """
+    store.set(f"reached/{rank}", "" if is_loopback(place) else place)
+    if is_loopback(place):
+        told = (store.get(f"reached/{other}").decode(errors="replace") for other in range(size))
+        place = next(filter(None, told), place)
+    return place if is_here(place) else address_towards(place)
 
 
 def token_digest() -> str:
@@ -326,26 +372,13 @@ def token_digest() -> str:
 
 def _listen(port: int) -> int:
     """Return the descriptor of a socket that listens on this port of loopback."""
-    listener = socket.socket()
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(1024)
+        return listen(["127.0.0.1"], port).detach()
     except OSError as error:  # another port would not help: the other ranks know this one only
-        listener.close()
         raise ConfigError(
             f"rank 0 of this job cannot listen on 127.0.0.1:{port}, the port where its ranks meet: {error}. Another job may "
             "use it: set MASTER_PORT to a free port."
         ) from error
-    return listener.detach()
-
-
-def _is_loopback(address: str) -> bool:
-    if address == "localhost":
-        return True
-    with suppress(ValueError):
-        return ipaddress.IPv4Address(address).is_loopback
-    return False
 
 
 def _loopback_interface() -> str | None:

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipepart.devices import backend_for
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.recording import Recording
+from pipepart.runtime.meeting import reduce_numbers
 from pipepart.runtime.mesh import Groups, connect, own_group
 from pipepart.runtime.strangers import closed_to_strangers
 
@@ -71,7 +72,7 @@ class ReplicaStatistics:
             self._checked.add(id(recording))
         counts = torch.zeros(self._groups.mesh.replicas, dtype=torch.int64)
         counts[self._groups.replica] = microbatches
-        dist.all_reduce(counts, group=self._groups.numbers)
+        reduce_numbers(counts, self._groups, self._groups.numbers, dist.ReduceOp.SUM)
         if len(set(counts.tolist())) > 1:
             raise PipelineError(
                 f"the replicas have {', '.join(map(str, counts.tolist()))} micro-batches in this step, and sync_batchnorm=True "

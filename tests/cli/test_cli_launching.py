@@ -7,9 +7,12 @@ import csv
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from pipepart.cli.agent import launch_config
 from pipepart.cli.config import compose_config
 from pipepart.cli.main import main
 from pipepart.cli.processes import _NAMES, already_started, join_started
-from pipepart.errors import PipelineError
+from pipepart.errors import ConfigError, PipelineError
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 
@@ -139,6 +142,13 @@ def _meet(port: int, wait: int = 60) -> RendezvousInfo:
     return rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
 
 
+def _met(port: int) -> tuple[int, int, str, int]:
+    """The number of this agent and of all of them, and where their ranks meet."""
+    met = _meet(port)
+    main = met.bootstrap_store_info
+    return met.rank, met.world_size, main.master_addr, main.master_port
+
+
 class _Runs:
     """Makes a file when it is unpickled."""
 
@@ -149,21 +159,35 @@ class _Runs:
         return os.mkdir, (str(self.mark),)
 
 
+@pytest.mark.slow
 def test_agents_of_several_machines_unpickle_nothing(tmp_path: Path) -> None:
     """Everyone who reaches the port can write to the store in which they meet."""
-    stranger = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stranger.set("torch.rendezvous.pipepart", base64.b64encode(pickle.dumps(_Runs(tmp_path / "code-ran"))))
-    with ThreadPoolExecutor(2) as threads:
-        agents = [threads.submit(_meet, stranger.port) for _ in range(2)]
-        met = [agent.result(120) for agent in agents]
+    port = free_port()
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:  # one on each machine
+        agents = [processes.submit(_met, port)]
+        stranger = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        stranger.set("torch.rendezvous.pipepart", base64.b64encode(pickle.dumps(_Runs(tmp_path / "code-ran"))))
+        agents.append(processes.submit(_met, port))
+        met = [agent.result(240) for agent in agents]
     assert not (tmp_path / "code-ran").exists()
-    assert sorted((one.rank, one.world_size) for one in met) == [(0, 2), (1, 2)]
-    assert len({(one.bootstrap_store_info.master_addr, one.bootstrap_store_info.master_port) for one in met}) == 1
+    assert [one[:2] for one in met] == [(0, 2), (1, 2)], "the agent that serves the store is the first one"
+    assert met[0][2:] == met[1][2:]
 
 
 def test_a_machine_that_does_not_come_is_missed() -> None:
-    with pytest.raises(PipelineError, match=r"2 machines .* have not met at launcher.address=127.0.0.1:\d+ within 1 s"):
+    with pytest.raises(
+        PipelineError, match=r"2 machines .* have not met at launcher.address=127.0.0.1:\d+ .* 1 of them came"
+    ):
         _meet(free_port(), wait=1)
+
+
+def test_a_port_of_another_program_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        with pytest.raises(
+            ConfigError, match=r"cannot listen on 127.0.0.1 port \d+.* Another job or program may use the port"
+        ):
+            _meet(other.getsockname()[1], wait=5)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from watching import QUIET
 
 from pipepart import PipelineStrategy
 from pipepart.errors import ConfigError
+from pipepart.lightning import run_patches
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -389,15 +391,34 @@ class Late(Momentum):
             self.see(getattr(self, "he" + "ad")._parameters["wei" + "ght"].detach().abs().max())
 
 
+class Later(Late):
+    """The other stage waits for this one when it fails."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1 and self.trainer.global_rank == 0:
+            time.sleep(1.5)
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
 KINDS |= {"InTheStep": InTheStep, "BeforeTheStep": BeforeTheStep, "Drawn": Drawn}
-OTHERS = {kind.__name__: kind for kind in (OnOneRank, Replaced, Shared, Fails, Apart, Late)}
+OTHERS = {kind.__name__: kind for kind in (OnOneRank, Replaced, Shared, Fails, Apart, Late, Later)}
 
 
-def _refusal(name: str) -> tuple[str, list[Any]]:
+KEPT: list[L.Trainer] = []
+
+
+def _refusal(name: str, keep: bool = False) -> tuple[str, list[Any]]:
+    """The error of a fit. With `keep`, this process keeps the trainer, and so the connections of the job.
+
+    Ranks exchange flags between all steps then.
+    """
     module = OTHERS[name]()
+    run_patches._MOST_CALLS = 1 if keep else 16
     strategy = PipelineStrategy(stages=2, microbatches=2, schedule="1f1b", split_at=["online.2"], timeout=60)
+    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET)
+    KEPT[:] = [trainer] if keep else []
     try:
-        L.Trainer(strategy=strategy, devices=2, max_epochs=1, **QUIET).fit(module, _rows())
+        trainer.fit(module, _rows())
     except Exception as error:
         return f"{type(error).__name__}: {error}", module.seen
     return "", module.seen
@@ -422,6 +443,13 @@ def test_a_stage_that_fails_in_a_hook_is_not_waited_for() -> None:
     (first, _), (second, _) = run_ranks(2, _refusal, "Fails", timeout=50)
     assert second == "ValueError: no more"
     assert "another rank failed first" in first and "in on_train_batch_end" in first and "ValueError: no more" in first
+
+
+@pytest.mark.slow
+def test_a_failed_rank_that_stays_alive_is_not_waited_for() -> None:
+    """The other rank waits in the exchange of flags after the step, and no connection breaks."""
+    (first, _), (second, _) = run_ranks(2, _refusal, "Later", keep=True, timeout=50)
+    assert first.startswith("ForeignTensorError") and "another rank failed first" in second
 
 
 @pytest.mark.slow

@@ -77,8 +77,14 @@ def test_one_host_listens_on_loopback_only(tmp_path: Path) -> None:
     assert "LISTENS tcp6" not in output
 
 
-def test_other_hosts_are_left_to_torch() -> None:
-    assert meeting_store("10.1.2.3", 29500, 0, 2, LIMIT) is None
+def test_an_address_of_another_network_is_served_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address that no interface of this host has may be translated to it. Then the store listens on all addresses."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")  # by the user
+    port = free_port()
+    store = meeting_store("192.0.2.199", port, 0, 2, LIMIT)
+    with socket.create_connection(("127.0.0.1", port), timeout=10):
+        store.set("key", "value")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
 
 
 @pytest.mark.parametrize("slurm", [False, True])

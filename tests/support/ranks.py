@@ -72,9 +72,7 @@ class _Pool:
             ready = wait(open_ones, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 missing = sorted(set(range(self.size)) - set(answers))
-                for rank in missing:  # each prints its stack to stderr, which pytest shows
-                    _signal(self.processes[rank].pid, signal.SIGUSR1)
-                time.sleep(0.5)
+                time.sleep(_DUMP)  # each prints its stack to stderr, which pytest shows
                 self._fail(answers, f"rank(s) {missing} did not finish in time")
             for connection in ready:
                 rank = by_connection[connection]  # type: ignore[index]
@@ -115,6 +113,8 @@ def _signal(pid: int | None, number: int) -> None:
 
 _pools: dict[tuple[int, bool], _Pool] = {}
 """By world size and whether it has the stand-in device, the one that was used last at the end."""
+_DUMP = 2.0
+"""Seconds in which ranks that have not finished in time print their stacks."""
 _START = 300.0
 """Seconds in which the processes of a pool must be ready."""
 _MOST = 14
@@ -203,7 +203,6 @@ def _worker(connection: Connection, rank: int, size: int, standin: bool) -> None
     import torch
     import torch.distributed as dist
 
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(  # as torchrun would set them, so that Lightning sees processes that were started for it
         RANK=str(rank),
@@ -229,6 +228,9 @@ def _worker(connection: Connection, rank: int, size: int, standin: bool) -> None
         try:
             from datetime import timedelta
 
+            faulthandler.dump_traceback_later(
+                timeout
+            )  # no signal: a Trainer resets the handlers of signals when it ends
             torch.manual_seed(0)
             if standin:
                 _prepare_standin(rank)
@@ -252,6 +254,7 @@ def _worker(connection: Connection, rank: int, size: int, standin: bool) -> None
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()  # pipelines of this case close their sockets
+            faulthandler.cancel_dump_traceback_later()
         try:
             connection.send((time.time(), *answer))
         except Exception:
