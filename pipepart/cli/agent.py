@@ -84,7 +84,7 @@ class _Meeting(RendezvousHandler):
         return True
 
 
-def launch_config(config: dict[str, Any], logs: Path, patience: int) -> LaunchConfig:
+def launch_config(config: dict[str, Any], logs: Path, patience: int, start_method: str = "spawn") -> LaunchConfig:
     """Return the settings of the agent. `patience` is the number of seconds that a rank has to end by itself."""
     count, launcher = int(config["devices"]), config["launcher"]
     nodes = int(launcher["nodes"])
@@ -106,7 +106,7 @@ def launch_config(config: dict[str, Any], logs: Path, patience: int) -> LaunchCo
         local_addr="127.0.0.1" if nodes == 1 else None,
         max_restarts=0,
         monitor_interval=0.2,
-        start_method="spawn",
+        start_method=start_method,
         shutdown_timeout=patience,
         # The output of the first rank is shown, that of the others is in their files.
         logs_specs=DefaultLogsSpecs(str(logs), redirects=dict.fromkeys(range(1, count), Std.ALL)),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipepart.cli.console import quiet_libraries, shown
+from pipepart.cli.forks import can_fork, run_fresh
 from pipepart.cli.libraries import load_libraries
 from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.files import load_json
@@ -110,11 +111,16 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
     silence_tracker()
     logs = folder / "logs"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // int(config["devices"]))))
-    launch = launch_config(config, logs, _PATIENCE)
     alone = int(config["launcher"]["nodes"]) == 1
+    forks = alone and can_fork()  # the agents of several machines meet in a store, which has a thread
+    launch = launch_config(config, logs, _PATIENCE, "fork" if forks else "spawn")
+    given = (json.dumps(config), str(folder), named, os.getpid())
     try:
         with spawned_tied(), job_folder() if alone else nullcontext():
-            elastic_launch(launch, run_as_rank)(json.dumps(config), str(folder), named, os.getpid())
+            if forks:
+                elastic_launch(launch, run_fresh)(run_as_rank, *given)
+            else:
+                elastic_launch(launch, run_as_rank)(*given)
     except ChildFailedError as error:
         raise PipelineError(_first_cause(error, logs)) from None
     except (SignalException, KeyboardInterrupt) as error:
