@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env zoo-env lightning-env train test test-fast test-long lint types format bench clean
+.PHONY: help env zoo-env lightning-env slurm train test test-fast test-long lint types format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -46,6 +46,10 @@ $(LIGHTNING)/.installed: pyproject.toml constraints.txt tools/bench/lightning/re
 	@touch $@
 
 lightning-env: $(LIGHTNING)/.installed ## make the environment for LightningModules of other libraries in .venv-lightning
+
+slurm: ## install the daemons of SLURM for tests on a real cluster (Debian, as root); then: python -m tools.slurm
+	@command -v slurmctld slurmd munged > /dev/null || \
+	    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge)
 
 train: $(STAMP) ## train the default recipe on 2 stages; overrides: ARGS="strategy.schedule=gpipe"
 	@$(BIN)/pipepart train $(ARGS)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipepart.errors import ConfigError
-from pipepart.machine import peak_memory, usable_cores
+from pipepart.machine import peak_memory, shared_cores
 
 __all__ = [
     "ATTENTION_SWITCHES",
@@ -183,7 +183,7 @@ def limit_threads(processes_here: int) -> None:
     A number of threads that is set by OMP_NUM_THREADS is kept.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, usable_cores() // max(1, processes_here)))
+        torch.set_num_threads(shared_cores(processes_here))
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:

@@ -232,6 +232,8 @@ def _explained(error: BaseException, known_groups: Sequence[str]) -> ConfigError
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, option = str(error.missing_cfg_file).partition("/")
         if option and error.options:
+            if "submitit" in option:
+                return ConfigError('this launcher needs hydra-submitit-launcher: pip install "pipepart[slurm]"')
             return ConfigError(f"{group}={option}: there is no such {group}; {did_you_mean(option, error.options)}")
         if not option:
             return ConfigError(f"there is no configuration {group!r}; --help lists the groups and their options")

@@ -23,7 +23,7 @@ from pipepart.cli.forks import can_fork, run_fresh
 from pipepart.cli.libraries import load_libraries
 from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.files import load_json
-from pipepart.machine import usable_cores
+from pipepart.machine import shared_cores
 from pipepart.parent import end_with_parent, spawned_tied
 from pipepart.secrets import clean, clean_output, redacted
 from pipepart.values import printable
@@ -110,7 +110,7 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
     quiet_libraries()  # again: the agent's loggers exist only now
     silence_tracker()
     logs = folder / "logs"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // int(config["devices"]))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(shared_cores(int(config["devices"]))))
     alone = int(config["launcher"]["nodes"]) == 1
     forks = alone and can_fork()  # the agents of several machines meet in a store, which has a thread
     launch = launch_config(config, logs, _PATIENCE, "fork" if forks else "spawn")

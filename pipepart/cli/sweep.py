@@ -47,7 +47,6 @@ def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
     with initialized(), explaining(extra), _queue_failures():
         loader = _GatedLoader(GlobalHydra.instance().config_loader(), overrides)
         config = loader.load_configuration("train", prepared(overrides, extra), RunMode.MULTIRUN)
-        _check_launcher(config)
         sweeper = Plugins.instance().instantiate_sweeper(
             config=config,
             hydra_context=HydraContext(config_loader=loader, callbacks=_NoCallbacks()),  # type: ignore[arg-type]
@@ -55,7 +54,7 @@ def sweep(overrides: Sequence[str], extra: Path | None = None) -> int:
         )
     plain = hasattr(sweeper, "split_arguments")  # Hydra's own; sweepers that search choose each run by earlier results
     if plain:
-        count = _check_all(sweeper, overrides, extra)
+        count = _check_all(sweeper, overrides, extra, _is_queue(config))
         print(
             f"{bold('pipepart train -m')}  {count} runs, one after the other unless a launcher runs several", flush=True
         )
@@ -104,6 +103,7 @@ class _GatedLoader:
                 own.append(f"{group}={option}")
         plain = self.loader.load_configuration("train", own, RunMode.MULTIRUN)
         found, known = (OmegaConf.to_container(c.hydra, resolve=False) for c in (config, plain))
+        _check_launcher(config)
         launcher = OmegaConf.to_container(config.hydra.launcher, resolve=True)
         check_hydra_section(found, known, launcher)  # type: ignore[arg-type]
         return config
@@ -142,19 +142,24 @@ def _queue_failures() -> Iterator[None]:
         raise PipelineError(f"a job of the queue ended without a result: {first}") from error
 
 
+def _is_queue(config: DictConfig) -> bool:
+    """Whether the launcher gives the runs to a queue, which starts their processes."""
+    return "submitit" in str(config.hydra.launcher._target_)
+
+
 def _check_launcher(config: DictConfig) -> None:
-    if "submitit" in str(config.hydra.launcher._target_) and config.devices == "auto":
+    if _is_queue(config) and config.devices == "auto":
         raise ConfigError("this launcher starts one task per process and must know how many: give devices=N")
 
 
-def _check_all(sweeper: Any, overrides: Sequence[str], extra: Path | None) -> int:
+def _check_all(sweeper: Any, overrides: Sequence[str], extra: Path | None, queued: bool) -> int:
     """Compose and check all runs of a plain sweep before the first one starts; returns their number."""
     parameters = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
     runs = sweeper.split_arguments(parse([*parameters, *overrides]), None)[0]
     for one in runs:
         try:
             words = [text for text in one if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
-            ready(checked(compose_config(words, extra=extra, trusted=overrides)))
+            ready(checked(compose_config(words, extra=extra, trusted=overrides)), queued)
         except PipepartError as error:
             raise type(error)(f"in the run {' '.join(map(redacted_override, one))}: {error}") from error
     return len(runs)
@@ -173,7 +178,7 @@ def _make_private(config: DictConfig) -> None:
     folder = Path(config.hydra.sweep.dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_private(folder / "multirun.yaml", "")
-    if "submitit" in str(config.hydra.launcher._target_):
+    if _is_queue(config):
         (folder / ".submitit").mkdir(mode=0o700, exist_ok=True)
 
 

@@ -56,10 +56,10 @@ def show_config(overrides: Sequence[str], extra: Path | None = None, name: str =
     return 0
 
 
-def ready(config: dict[str, Any]) -> dict[str, Any]:
+def ready(config: dict[str, Any], queued: bool = False) -> dict[str, Any]:
     """The configuration with its number of devices, after all checks that come before the first process."""
     config["devices"] = resolve_devices(config)
-    check_run(config)
+    check_run(config, queued)
     return config
 
 
@@ -83,8 +83,8 @@ def resolve_devices(config: dict[str, Any]) -> int:
     return max(1, -(-wanted // nodes))
 
 
-def check_run(config: dict[str, Any]) -> None:
-    """Refuse everything that can be refused before a process is started."""
+def check_run(config: dict[str, Any], queued: bool = False) -> None:
+    """Refuse everything that can be refused before a process is started, by this command or (`queued`) by a queue."""
     from pipepart.lightning.sharded import is_sharded
     from pipepart.lightning.strategy_options import StrategyOptions
     from pipepart.runtime import fit_mesh
@@ -104,7 +104,7 @@ def check_run(config: dict[str, Any]) -> None:
         raise ConfigError(
             f"resume: there is no checkpoint {resume!r}; expected a file or the folder of a sharded checkpoint"
         )
-    if launcher["nodes"] > 1 and not launcher["address"] and not already_started():
+    if launcher["nodes"] > 1 and not launcher["address"] and not (queued or already_started()):
         raise ConfigError(
             "launcher.nodes > 1 needs launcher.address=HOST:PORT of one of the machines, the same on each"
         )

@@ -4,7 +4,7 @@ The package knows processors and environment variables. It must not know models.
 process of its own, imports torch.
 """
 
-from pipepart.machine.host import cache_folder, peak_memory, usable_cores
+from pipepart.machine.host import cache_folder, peak_memory, shared_cores, usable_cores
 from pipepart.machine.limits import Products, check_products, limit_instructions, products, usable
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "limit_instructions",
     "peak_memory",
     "products",
+    "shared_cores",
     "usable",
     "usable_cores",
 ]

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["cache_folder", "cpu_with_amx", "peak_memory", "usable_cores"]
+__all__ = ["cache_folder", "cpu_with_amx", "peak_memory", "shared_cores", "usable_cores"]
 
 
 def usable_cores() -> int:
@@ -16,6 +16,23 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def shared_cores(processes: int) -> int:
+    """Return the cores for each of the processes of a job on this host, at least one.
+
+    A queue may give a job fewer cores than the host has, without binding its processes to them.
+    """
+    cores, names = usable_cores(), os.environ
+    for_a_task = _number(names.get("SLURM_CPUS_PER_TASK"))
+    if for_a_task and (_number(names.get("SLURM_NTASKS")) or 1) > 1:  # each process is a task of the queue
+        return max(1, min(cores, for_a_task))
+    given = for_a_task or _number(names.get("SLURM_CPUS_ON_NODE")) or cores
+    return max(1, min(cores, given) // max(1, processes))
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
 
 
 def peak_memory() -> int:

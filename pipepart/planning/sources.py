@@ -15,7 +15,7 @@ from pipepart.cost.cluster import Cluster
 from pipepart.devices import accelerator
 from pipepart.errors import PlanError
 from pipepart.graph import OpGraph
-from pipepart.machine import usable_cores
+from pipepart.machine import shared_cores
 from pipepart.recording import Recording
 from pipepart.recording.inputs.batching import Batching, batching_of
 
@@ -123,7 +123,7 @@ def _threads_of_a_rank(processes: int) -> Iterator[None]:
     """Use as many threads as one of so many processes has on this host."""
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ and accelerator() is None:
-        torch.set_num_threads(max(1, usable_cores() // max(1, processes)))
+        torch.set_num_threads(shared_cores(processes))
     try:
         yield
     finally:

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from cli_programs import SHORT, end, path_with, start, trouble_folder
+from hydra.errors import MissingConfigException
 from support.ports import free_port
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 
 from pipepart.cli.agent import launch_config
-from pipepart.cli.config import compose_config
+from pipepart.cli.config import compose_config, explaining
 from pipepart.cli.main import main
 from pipepart.cli.processes import _NAMES, already_started, join_started
 from pipepart.errors import ConfigError, PipelineError
@@ -79,6 +80,16 @@ def test_slurm_gets_one_task_per_rank(capsys: pytest.CaptureFixture[str]) -> Non
     assert (found.nodes, found.tasks_per_node, found.cpus_per_task, found.partition) == (2, 8, 1, "gpu")
     assert main(["train", "-m", "launcher=slurm"]) == 2
     assert "give devices=N" in capsys.readouterr().err
+
+
+def test_a_launcher_that_is_not_installed_names_its_package() -> None:
+    """As Hydra raises it without the plugin, whose name means nothing to a user."""
+    missing = MissingConfigException("not found", "hydra/launcher/submitit_slurm", ["basic"])
+    with (
+        pytest.raises(ConfigError, match=r'needs hydra-submitit-launcher: pip install "pipepart\[slurm\]"'),
+        explaining(),
+    ):
+        raise missing
 
 
 def _both(processes: list[subprocess.Popen[str]]) -> str:

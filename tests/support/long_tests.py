@@ -22,6 +22,7 @@ LONG = {
     "tests/hosts/test_launching_on_hosts.py::test_a_sharded_checkpoint_needs_a_disk_that_hosts_share[True]",
     "tests/hosts/test_launching_on_hosts.py::test_the_address_may_be_a_name",
     "tests/hosts/test_launching_on_hosts.py::test_torchrun_trains_a_recipe",
+    "tests/hosts/test_slurm.py::test_a_job_that_reaches_its_time_limit_ends_on_all_nodes",
     "tests/lightning/test_capture_step.py::test_a_step_of_the_other_namespace_is_captured_as_a_step",
     "tests/lightning/test_launching.py::test_two_nodes_under_slurm",
     "tests/lightning/test_realistic.py::test_equal_to_one_device[2-4]",
