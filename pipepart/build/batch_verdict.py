@@ -94,6 +94,11 @@ def agree_on_samples(
     return found
 
 
+_ONE_SAMPLE = (
+    "the batch has no tensor with a dimension for the samples: it is not split, and each step has one micro-batch"
+)
+
+
 def look_at_samples(
     recording: Recording,
     args: tuple[Any, ...],
@@ -123,7 +128,8 @@ def look_at_samples(
         except Refused as refused:
             why = str(refused)
     disagree = leaves_without_samples(recording, leaves) if in_pieces is None else []
-    notes = [note for note in (describe_norms(recording), describe_leaves(disagree)) if note]
+    whole = _ONE_SAMPLE if pieces is not None and pieces.undivided else ""
+    notes = [note for note in (describe_norms(recording), describe_leaves(disagree), whole) if note]
     checked = check.mixing is not None and (check.mixing.same or cut is not None)
     return Samples(cut, describe_check(recording, check, cut, why, disagree), tuple(notes), checked)
 

@@ -109,6 +109,8 @@ def example_microbatch(
         total = pieces.samples(example)
         if not total:
             raise no_samples("the example")
+        if pieces.undivided and fixed is not None and fixed > 1 and not fewer:
+            raise _undivided(leaves, fixed)
         found = pieces.split(example, min(total, fixed or auto_microbatches(mesh.stages, total)))
         first, sizes = found[0], MicrobatchSizes(tuple(piece.samples for piece in found))
         others = [example] if len(found) > 1 else [piece.batch for piece in pieces.split(example, 2)[1:]]
@@ -130,6 +132,16 @@ def no_samples(step: str, groups: Groups | None = None, replica: int = 0) -> Pla
     return PlanError(
         f"{step}: the batch{whose} has no samples.\n  expected: at least one sample\n  do: leave empty batches out in the "
         "dataset, the sampler or `collate_fn`; no rank has run this batch"
+    )
+
+
+def _undivided(leaves: Sequence[Any], count: int) -> PlanError:
+    """Return the error for a batch that is one sample, where several micro-batches were asked for."""
+    kinds = sorted({type(leaf).__name__ for leaf in leaves})
+    return PlanError(
+        f"the batch cannot be split into {count} micro-batches: it has no tensor with a dimension for the samples, but leaves "
+        f"of type {kinds}.\n  expected: at least one tensor leaf with a batch dimension\n  do: name the dimension "
+        "(batch_dim=...), give the module a method `split(batch, n)` that splits its batches, or use microbatches=1"
     )
 
 

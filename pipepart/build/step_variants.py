@@ -190,7 +190,7 @@ def empty_replica(batch: Any, name: str, runtime: StageRuntime, all_replicas: bo
 
 
 def _is_empty(batch: Any, recording: Recording) -> bool:
-    """Return whether a batch has no samples, or no tensors where the recording has some."""
+    """Return whether a batch has no samples, or nothing at all where the recording has tensors."""
     if has_no_graphs(batch):
         return True
     leaves, tree = trees.flatten(batch)
@@ -199,8 +199,8 @@ def _is_empty(batch: Any, recording: Recording) -> bool:
         held = [(leaves[place], batching.dims[place] or 0) for place in batching.places]
         return all(isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == 0 for leaf, dim in held)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not tensors:
-        return any(item.kind == "tensor" for item in recording.inputs)
+    if not tensors:  # numbers and texts are a sample
+        return all(leaf is None for leaf in leaves) and any(item.kind == "tensor" for item in recording.inputs)
     return all(tensor.numel() == 0 for tensor in tensors)
 
 

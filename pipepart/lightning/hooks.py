@@ -27,7 +27,7 @@ __all__ = ["HookedStrategy", "follow_hooks", "outside_hooks"]
 
 _ELSEWHERE = {"on_exception", "on_before_batch_transfer", "on_after_batch_transfer", "on_gpu"}
 """Not called on all ranks together."""
-_NOT_ON = {"optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"}
+_NOT_ON = {"backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"}
 """Hooks of modules with other names than on_..."""
 
 

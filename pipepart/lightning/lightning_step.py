@@ -104,10 +104,13 @@ def record_lightning_step(
     own_step = getattr(module, step)
     passed = [name for name in ("batch_idx", "dataloader_idx") if name in given and _takes(own_step, name)]
 
+    skipped: list[bool] = []
+
     def run(own: Any, number: dict[str, Any]) -> tuple[Any, list[ExtraOutput]]:
         with _recording_view(module, number, collected, notes), collected.running(module, own):
             with nullcontext() if notes is None else notes.running():
                 result = getattr(module, step)(own, *(number[name] for name in passed))
+                skipped.append(result is None)
                 result = collected.returned(result if notes is None else notes.result(result))
         return result, collected.extras
 
@@ -120,11 +123,10 @@ def record_lightning_step(
             break
         except NeedsNumber as need:
             given[need.name] = need.value
-    if step == "training_step" and recording.loss_index is None and notes is None:
+    if step == "training_step" and recording.loss_index is None and notes is None and not skipped[-1]:
         raise CaptureError(
-            f"{type(module).__name__}.training_step returned no loss: expected a scalar tensor that requires grad, or a "
-            f"dict with one under 'loss'; got {recording.output_tree}. A step that returns None for some batches, to skip "
-            "them, is not supported: leave such batches out of the data, or multiply the loss by 0."
+            f"{type(module).__name__}.training_step returned no loss: expected a scalar tensor that requires grad, a dict with "
+            f"one under 'loss', or None to skip the batch; got {recording.output_tree}."
         )
     return recording
 

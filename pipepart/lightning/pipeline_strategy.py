@@ -26,6 +26,7 @@ from pipepart.lightning.launcher import launcher_for
 from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.namespaces import of
+from pipepart.lightning.own_backward import hand_over_by_backward
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.ranks import RankCollectives, device_of
 from pipepart.lightning.read_once import read_once
@@ -35,6 +36,7 @@ from pipepart.lightning.replica_counts import counted_by_replicas
 from pipepart.lightning.run_features import RunFeatures
 from pipepart.lightning.run_parts import RunParts
 from pipepart.lightning.run_patches import Signals, connect_callbacks
+from pipepart.lightning.skipped_steps import allow_skipped_batches
 from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import move_to_device
 from pipepart.planning import Plan
@@ -263,6 +265,7 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
         self._checkpoints.load_waiting(module, self._whole.runtime)
         self._signals = Signals(trainer, self._ranks.groups, self._patches)
         if fitting:
+            allow_skipped_batches(trainer, self.mesh, self._patches)
             with counted_by_replicas(trainer, self.mesh):
                 self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.precision_plugin, module.automatic_optimization)
@@ -338,9 +341,9 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Hand over the gradients where Lightning expects them. The backward itself has run in the schedule."""
-        module, _ = self._module_and_trainer()
+        module, trainer = self._module_and_trainer()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.runtime.hand_over(show_own=True)
+        hand_over_by_backward(trainer, module, closure_loss, self.runtime)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def validation_step(self, *args: Any) -> Any:

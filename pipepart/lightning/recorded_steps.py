@@ -22,6 +22,7 @@ from pipepart.lightning.effects import Effects, record_with_effects
 from pipepart.lightning.manual_run import ManualSteps
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.repeat_effects import repeat_effects
+from pipepart.lightning.skipped_steps import check_skipped_batch
 from pipepart.lightning.step_updates import check_updates
 from pipepart.lightning.trainer_views import number_of_trainer
 from pipepart.recording import Recording
@@ -126,6 +127,11 @@ class RecordedSteps:
             return self._act(self._manual, name, leaves)
         # Replicas exchange gradients once for each step of the optimizer; until then each keeps its own.
         accumulates, forward = trainer.fit_loop._should_accumulate(), trainer.fit_loop._skip_backward
+        if runtime.recording(name).loss_index is None:  # the step returns None for this batch, which is skipped
+            with guarded(self._job.groups):
+                check_skipped_batch(type(self._module).__name__, self._job.mesh)
+            self._continues = self._continues and accumulates
+            return self._forward(name, "training_step", leaves, trainer.fit_loop.epoch_loop.batch_progress.total.ready)
         ahead = [] if self._continues or forward else self._leaves_ahead(name, batch_idx)
         started = time.perf_counter()
         request = StepRequest(
@@ -157,14 +163,19 @@ class RecordedSteps:
 
     def evaluate(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> Any:
         """Forward of all micro-batches, and the effects of the step. Returns its result."""
-        runtime, trained = self.runtime, self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        trained = self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         name, leaves = self._find(step, batch, batch_idx, loader)
+        return self._forward(name, step, leaves, trained, loader or 0, batch_idx)
+
+    def _forward(self, name: str, step: str, leaves: list[Any] | None, *number: int) -> Any:
+        """Run the forward of a recorded step, and its effects. Random draws depend on the `number` of the step."""
+        runtime = self.runtime
         request = StepRequest(
             leaves=leaves,
             outputs_everywhere=True,
             separate=self.effects[name].separate,
             context=self._job.context,
-            draw_key=runtime.seeds.of_step(step, trained, loader or 0, batch_idx),
+            draw_key=runtime.seeds.of_step(step, *number),
         )
         result = runtime.evaluate(request, name)
         return repeat_effects(self.effects[name], result, runtime.recording(name), self._module, runtime)

@@ -70,10 +70,11 @@ def check_module(module: LightningModule) -> None:
             f"{name} uses manual optimization (automatic_optimization=False) and was built on the meta device. The segments of "
             "its step are proved with values: build it with values, or use automatic optimization."
         )
-    if overridden("backward", module, "LightningModule"):
+    if overridden("backward", module, "LightningModule") and not module.automatic_optimization:
         raise ConfigError(
-            f"{name} overrides backward(). The backward of a pipeline runs inside its schedule, so that method would never be "
-            "called: move its code to training_step (scaling the loss) or on_after_backward (changing gradients)."
+            f"{name} overrides backward() and uses manual optimization (automatic_optimization=False). Each manual_backward "
+            "is a segment of the step whose backward runs inside a schedule, so that method would never be called: move its "
+            "code to training_step."
         )
     if of(module).is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigError(

@@ -112,8 +112,9 @@ class Recording:
         """
         if self.step is not None:
             leaves, tree = trees.flatten(args[0] if len(args) == 1 else args)
-            numbers = dict(kwargs or {})
-            extra = [spec for spec in self.inputs if spec.path == spec.name and spec.kind == "number"]
+            numbers = dict(kwargs or {}) if tree == self.input_tree else {}
+            own = self.inputs[len(leaves) :]  # after the leaves of the batch, which may be a number itself
+            extra = [spec for spec in own if spec.path == spec.name and spec.kind == "number"]
             leaves += [numbers.pop(spec.name, 0) for spec in extra]
             if numbers:
                 raise CaptureError(

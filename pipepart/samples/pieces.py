@@ -1,7 +1,8 @@
 """Batches that are split as containers: their samples lie in one piece, and single rows of their leaves have no meaning.
 
 A batch of graphs (PyG, chemprop) is split into graphs, any other by the method ``split(batch, n)`` of the user's module. A
-container that is known to hold several samples in one piece, and can be split by neither, is refused by name.
+container that is known to hold several samples in one piece, and can be split by neither, is refused by name. A batch without
+any tensor that has samples (of Python numbers, texts or scalars) is one sample.
 """
 
 from __future__ import annotations
@@ -49,12 +50,16 @@ class Pieces:
     batch_dim: BatchDim
     call: bool
     """Whether a batch is a pair of positional and named arguments."""
+    undivided: bool = False
+    """Whether no leaf of the batch has samples, so that the whole batch is one sample."""
 
     def samples(self, batch: Any) -> int:
         """Return the number of samples of a batch."""
         graphs = _graph_batches(batch)
         if graphs:
             return _count(graphs[0][1])
+        if self.undivided:
+            return 1
         leaves, tree = trees.flatten(batch)
         # Of a pair of arguments, paths begin inside the positional ones: [0][1]['x'] is [1]['x'].
         paths = [path[3:] if self.call else path for path in trees.leaf_paths(tree)]
@@ -102,7 +107,9 @@ def pieces_of(batch: Any, root: nn.Module | None, batch_dim: BatchDim, call: boo
             "split\n  do: give the module a method `split(self, batch, n)` that returns a list of at most n batches of the "
             "same structure, or use microbatches=1"
         )
-    return Pieces(_one_part, batch_dim, False) if known else None
+    if known:
+        return Pieces(_one_part, batch_dim, False)
+    return Pieces(_one_part, batch_dim, False, undivided=True) if _without_samples(batch, batch_dim) else None
 
 
 def has_no_graphs(batch: Any) -> bool:
@@ -119,6 +126,15 @@ def other_batches(batch: Any, root: nn.Module | None, call: bool) -> list[Any] |
         return Pieces(method, 0, call).others(batch)
     except PlanError:  # the number of samples is not clear, which planning reports
         return None
+
+
+def _without_samples(batch: Any, batch_dim: BatchDim) -> bool:
+    """Return whether no leaf of a batch is a tensor with a dimension for the samples."""
+    if isinstance(batch_dim, Mapping) and any(dim is not None for dim in batch_dim.values()):
+        return False  # the user has named a leaf with samples
+    least = 0 if isinstance(batch_dim, Mapping) else batch_dim
+    leaves = trees.leaves_of(batch)
+    return bool(leaves) and not any(isinstance(leaf, torch.Tensor) and leaf.dim() > least for leaf in leaves)
 
 
 def _one_part(batch: Any, count: int) -> list[Any]:

@@ -57,8 +57,8 @@ def test_batch_smaller_than_the_microbatches() -> None:
 
 
 def test_example_without_a_batch_dimension() -> None:
-    with pytest.raises(PlanError, match="no tensor with a batch dimension"):
-        Pipeline(MLP().double(), (torch.tensor(1.0), torch.tensor(2.0)))
+    with pytest.raises(PlanError, match="no tensor with a dimension for the samples"):
+        Pipeline(MLP().double(), (torch.tensor(1.0), torch.tensor(2.0)), microbatches=2)
 
 
 def test_a_function_is_no_module() -> None:

@@ -307,11 +307,6 @@ class OtherForm(Auto):
         return loss
 
 
-class Skipping(Auto):
-    def training_step(self, batch, batch_idx):
-        return None if batch_idx == 1 else self.losses(batch)[0]
-
-
 class LayerDrop(Auto):
     def losses(self, batch):
         h = self.body[1](self.body[0](batch[0]))
@@ -348,7 +343,6 @@ REFUSED: dict[str, tuple[type[Auto], str]] = {
     "clock": (Clock, "set started: two runs of the step on one state gave"),
     "object": (Objects, "the step sets self.distribution to an object of the class Normal"),
     "form of a buffer": (OtherForm, "the step sets self.last, a buffer, to torch.float64 of shape () instead of"),
-    "none": (Skipping, "A step that returns None for some batches, to skip them, is not supported"),
     "layer drop": (LayerDrop, "Python branches on a random number"),
     "optimizer": (Stepping, "the step uses 'zero_grad' of an optimizer"),
     "strategy": (Gathering, "the step calls trainer.strategy.reduce"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +309,12 @@ def test_all_parameters_are_frozen_when_the_run_is_set_up() -> None:
     for mine, names in run_ranks(2, _thawed, 2):
         assert names == trained
         torch.testing.assert_close(mine, state, rtol=1e-9, atol=1e-12)
+
+
+# ---- one process
+
+
+def test_a_run_in_one_process_watches_no_others() -> None:
+    module, train, _ = build("boring")
+    _trainer(1, max_steps=1).fit(module, train)
+    assert not [thread for thread in threading.enumerate() if "Observer" in type(thread).__name__]

@@ -3,6 +3,7 @@
     python -m tools.bench.lightning own CHECKOUT [--files NAME ...] [--stages 1|2] [--again failed|all] [--results FILE]
 
 CHECKOUT is a folder with the repository of Lightning at the installed version; nothing of it is part of this repository.
+Its test files import cloudpickle and jsonargparse[signatures], which must be installed; other missing packages skip some tests.
 Each file runs in a process of its own (`--together N`: N files); with 2 stages, in one process for each rank, which run the
 same tests together, and `BoringModel` has four layers in place of one. Results are kept in FILE after each process, and a
 later call continues. The table counts the tests that pass without us and make a Trainer with the default strategy: how many

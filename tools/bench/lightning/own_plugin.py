@@ -23,10 +23,16 @@ _RANK = os.environ.get("RANK", "0")
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Keep the tests of the list, if there is one."""
+    """Keep the tests of the list, if there is one, and no test whose parameters choose a strategy of several processes."""
+    items[:] = [item for item in items if not _chooses_strategy(item)]
     if "only" in _GIVEN:
         wanted = set(json.loads(Path(_GIVEN["only"]).read_text()))
         items[:] = [item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & wanted]
+
+
+def _chooses_strategy(item: Any) -> bool:
+    chosen = item.callspec.params.get("strategy") if hasattr(item, "callspec") else None
+    return isinstance(chosen, str) and chosen.startswith("ddp")
 
 
 def pytest_collection_finish(session: Any) -> None:
