@@ -87,7 +87,9 @@ def agree_on_samples(
     with guarded(job.groups):
         if job.decides(inside_replica):
             size = example.sizes.sizes[0]
-            found = look_at_samples(recorded.recording, *job.arguments(batch), size, recorded.free, example.pieces)
+            args, kwargs = job.arguments(batch)
+            kwargs = {**kwargs, **recorded.numbers}
+            found = look_at_samples(recorded.recording, args, kwargs, size, recorded.free, example.pieces)
         if job.groups is not None:
             found = broadcast_object(found, job.source(inside_replica), job.groups, inside_replica)
     assert found is not None

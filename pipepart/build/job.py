@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class Recorded:
     """Outputs that are neither averaged nor concatenated."""
     averaged: frozenset[int] = frozenset()
     """Outputs whose values are averaged over replicas after the step."""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """The numbers of the step that was recorded (such as ``batch_idx``), by the names of their inputs."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ value is what Python decided in the recorded run; the values that it was decided
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +21,11 @@ from pipepart.recording.inputs import trees
 from pipepart.recording.model_state.places import is_plain_value
 from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.model_state.reads import active
+from pipepart.recording.recorded_run.failures import Keeps
 from pipepart.recording.recorded_run.symbols import is_tracked
 from pipepart.recording.recorded_run.tensors import holds_tensors
 
-__all__ = ["attribute_setter"]
+__all__ = ["attribute_setter", "parts_watched"]
 
 
 class Notes(Watch, Protocol):
@@ -34,6 +36,15 @@ class Notes(Watch, Protocol):
     def note(self, kind: str, target: str, value: Any) -> int: ...
 
     def gave(self, text: str, value: Any) -> None: ...
+
+
+class PartNotes(Notes, Protocol):
+    """Receiver of attributes that submodules set."""
+
+    parts: dict[int, str]
+    """The paths of submodules, by identity."""
+    repeated: frozenset[tuple[str, str]]
+    """The attributes that are set after each step, by path and name."""
 
 
 def attribute_setter(notes: Notes, assign: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
@@ -62,6 +73,32 @@ def attribute_setter(notes: Notes, assign: Callable[[Any, str, Any], None]) -> C
         assign(self, name, value)
 
     return set_attribute
+
+
+@contextmanager
+def parts_watched(notes: PartNotes) -> Iterator[None]:
+    """Inside, submodules report the attributes that are set after each step."""
+    base: Any = nn.Module
+    assign = base.__setattr__
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        path, reads = notes.parts.get(id(self)), active()
+        if not notes.is_running or path is None or (path, name) not in notes.repeated:
+            if path is not None and reads is not None and reads.is_input(f"self.{path}.{name}"):
+                raise Keeps.of(path, name)
+            assign(self, name, value)
+            return
+        if reads is not None:
+            reads.wrote(self, name)
+        _check(self, name, value)
+        notes.note("set", f"{path}.{name}", value)
+        assign(self, name, value)
+
+    base.__setattr__ = set_attribute
+    try:
+        yield
+    finally:
+        base.__setattr__ = assign
 
 
 def _is_same_part(module: nn.Module, name: str, value: Any) -> bool:

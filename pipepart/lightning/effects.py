@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,15 @@ from torch import nn
 from torchmetrics import Metric
 
 from pipepart.errors import CaptureError, ConfigError
-from pipepart.lightning.attributes import attribute_setter
-from pipepart.lightning.follows import Follows, Sizes, follows, shape_of, sizes_of
+from pipepart.lightning.attributes import attribute_setter, parts_watched
+from pipepart.lightning.follows import Sizes, follows, shape_of, sizes_of
 from pipepart.lightning.fresh_metrics import FreshMetric
 from pipepart.lightning.lightning_step import Logs, detached, record_lightning_step, with_class
 from pipepart.lightning.manual_step import ManualNotes
 from pipepart.lightning.metrics import Later, NeedsValue, all_metrics, metric_members
+from pipepart.lightning.noted_effects import Effect, Effects
+from pipepart.lightning.outward import OUTWARD, checked, outward_noted
+from pipepart.lightning.said_lines import SaidLines
 from pipepart.lightning.watched_containers import Path, Touched, text_of, watched_containers
 from pipepart.recording import ExtraOutput, Recording
 from pipepart.recording.inputs import trees
@@ -30,12 +33,15 @@ from pipepart.recording.inputs.batching import Batching
 from pipepart.recording.model_state.places import is_plain_value
 from pipepart.recording.model_state.reads import active
 from pipepart.recording.op import op_of
-from pipepart.recording.recorded_run.symbols import atoms_of, is_tracked, plain, value_from
+from pipepart.recording.recorded_run.contexts import user_line
+from pipepart.recording.recorded_run.failures import Updates
+from pipepart.recording.recorded_run.symbols import Tracked, atoms_of, is_tracked, plain, value_from
+from pipepart.recording.recorded_run.texts import Mark, Texts, has_marks, parts_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["Effect", "Effects", "record_with_effects"]
+__all__ = ["record_with_effects"]
 
 _KEY = "pipepart_effect"
 """The name under which an extra output has its effect, and the position of its value in the effect (None: no value)."""
@@ -44,84 +50,15 @@ _ACT = "act"
 repeats it."""
 
 
-@dataclass(eq=False)
-class Effect:
-    """One effect of a step."""
-
-    kind: str
-    """"log", "set", "number" (computed from others), a method of a container ("append", "extend", "setitem", "setdefault",
-    "add", ...; "call" for others), or a method of a metric: "forward", "update", "compute", "reset"."""
-    target: str
-    """The attribute or the metric, as a path from the module, or the logged name."""
-    ordinal: int
-    """The number of the effect in its step."""
-    tree: trees.Tree = trees.LEAF
-    leaves: list[Any] = field(default_factory=list)
-    """The leaves of the value: constants and `Later`s; None where the graph computes the value."""
-    options: dict[str, Any] = field(default_factory=dict)
-    outputs: dict[int, int] = field(default_factory=dict)
-    """Position of a computed leaf -> index of the output of the graph."""
-    follows: dict[int, Follows] = field(default_factory=dict)
-    """Position of a computed leaf -> how its value follows the number of samples."""
-
-    @property
-    def on_metric(self) -> bool:
-        return self.kind in ("forward", "update", "compute", "reset")
-
-    @property
-    def uses_metric(self) -> bool:
-        return self.on_metric or "metric" in self.options
-
-    @property
-    def is_mean(self) -> bool:
-        """Whether the effect logs a value with the reduction "mean", the default."""
-        return self.kind == "log" and self.options.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
-
-
-@dataclass(frozen=True, eq=False)
-class Effects:
-    """All effects of a recorded step, in order."""
-
-    all: tuple[Effect, ...]
-    returned: Mapping[int, Later]
-    """Leaves of the result of the step that are values of metrics."""
-    separate: frozenset[int]
-    """Outputs of the graph that the runtime must not merge, since an effect needs those of all micro-batches."""
-    averaged: frozenset[int] = frozenset()
-    """Outputs of the graph that Lightning averages over replicas (`sync_dist=True`)."""
-    hidden: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics that are in no registry of modules, by path."""
-    constants: Mapping[int, Any] = field(default_factory=dict)
-    """Values of effects that are equal in every step, by the number of the effect."""
-    checked: bool = False
-    """Whether the batch check has shown that values of one shape for all micro-batches are equal, or means over samples."""
-
-    def metrics(self, module: nn.Module) -> dict[str, Any]:
-        """The metrics that the step uses, by path."""
-        paths = {e.target if e.on_metric else e.options["metric"] for e in self.all if e.uses_metric}
-        return {path: self.hidden[path] if path in self.hidden else module.get_submodule(path) for path in paths}
-
-    @property
-    def reduced_otherwise(self) -> frozenset[int]:
-        """Outputs that are logged with another reduction than a mean over samples (a sum, a maximum)."""
-        logs = (e for e in self.all if e.kind == "log" and e.options.get("reduce_fx", "mean") != "mean")
-        return frozenset(index for effect in logs for index in effect.outputs.values())
-
-    @property
-    def logged(self) -> dict[int, str]:
-        """The names under which outputs are logged."""
-        logs = (effect for effect in self.all if effect.kind == "log")
-        return {index: effect.target for effect in logs for index in effect.outputs.values()}
-
-
 def record_with_effects(
     module: LightningModule, step: str, batch: Any, *, batching: Batching | None = None, **options: Any
 ) -> tuple[Recording, Effects, ManualNotes | None]:
     """Record a step, its effects and its acts. The options are those of `record_lightning_step`."""
     fresh: set[str] = set()
-    converting = False
+    converting, marking, first = False, False, None
+    said = SaidLines()
     while True:
-        watch = _Watch(module, step, batching, fresh)
+        watch = _Watch(module, step, batching, fresh, Texts(marking), said)
         try:
             with watch.installed():
                 recording = record_lightning_step(
@@ -130,17 +67,33 @@ def record_with_effects(
         except NeedsValue as need:  # once for each metric
             fresh.add(need.path)
             continue
-        if converting or not watch.undecided:
+        except CaptureError:
+            if first is None:
+                raise
+            watch, recording = first  # it does not take marks; refused below, if its texts differ
             return *watch.finish(recording), watch.manual
-        converting = True
+        again = watch.undecided or (watch.reaches_out and watch.texts.seen)
+        if converting or not again:
+            return *watch.finish(recording), watch.manual
+        converting, marking, first = True, watch.texts.seen, (watch, recording)
+        said = SaidLines()
 
 
 class _Watch(Logs):
     """Notes the effects of each run of a step. A step runs several times, at several sizes, while it is recorded."""
 
-    def __init__(self, module: LightningModule, step: str, batching: Batching | None, fresh: Collection[str]) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        step: str,
+        batching: Batching | None,
+        fresh: Collection[str],
+        texts: Texts,
+        said: SaidLines,
+    ) -> None:
         """`fresh` are the metrics whose values the step computes with."""
         super().__init__()
+        self.texts, self._said, self.reaches_out = texts, said, False
         self.module, self.trains, self.batching = module, step == "training_step", batching
         self.is_running = False
         self.sizes = Sizes(None, ())
@@ -162,6 +115,8 @@ class _Watch(Logs):
         self.decided: dict[tuple[int, str, int], Any] = {}
         """(effect, its kind and target, position) -> the value that Python decided in the first recorded run."""
         self.undecided: dict[str, tuple[Any, Any]] = {}
+        self.parts = {id(part): path for path, part in module.named_modules() if path}
+        self.repeated: frozenset[tuple[str, str]] = frozenset()
         self.metrics = all_metrics(module)
         self.fresh = {path: FreshMetric(self.metrics[path]) for path in fresh}  # type: ignore[arg-type]
         self.paths = {id(metric): path for path, metric in self.metrics.items()}
@@ -177,6 +132,7 @@ class _Watch(Logs):
             for path, metric in self.metrics.items():
                 members_ = metric_members(path, metric, self.note, self.fresh.get(path))
                 stack.enter_context(with_class(metric, members_))
+            stack.enter_context(parts_watched(self))
             stack.enter_context(with_class(self.module, members))
             yield
 
@@ -188,8 +144,12 @@ class _Watch(Logs):
             metric.start()
         self.sizes = sizes_of(trees.leaves_of(batch), self.batching)
         self.is_running = True
+        reads = active()
+        self._said.begin(reads is not None)
+        if reads is not None:
+            self.repeated = reads.repeated
         try:
-            with watched_containers(module, self):
+            with watched_containers(module, self), outward_noted(self), self.texts.collecting():
                 yield
             self._check_given()
             if active() is not None:
@@ -198,6 +158,9 @@ class _Watch(Logs):
             self.is_running = False
 
     def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        name = self._settled(name)
+        if "batch_size" in options:
+            options = {**options, "batch_size": self._known(options["batch_size"])}
         if not isinstance(value, Metric):
             self.note("log", name, detached(value), options)
         elif id(value) in self.paths:
@@ -209,6 +172,15 @@ class _Watch(Logs):
 
     def act(self, text: str) -> None:
         self.note(_ACT, text, None)
+
+    def outward(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        self.reaches_out = True
+        checked(name, value)
+        self.note(OUTWARD, name, value, options)
+
+    def said(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        self.reaches_out = True
+        self._said.add(name, value, options, self.count)
 
     def returned(self, result: Any) -> Any:
         loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -222,6 +194,12 @@ class _Watch(Logs):
 
     def note(self, kind: str, target: str, value: Any, options: dict[str, Any] | None = None) -> int:
         """Note an effect and return its number. Computed leaves become extra outputs, constants stay in the effect."""
+        reads = active()
+        if reads is not None and not reads.watching and kind != _ACT:
+            raise Updates(
+                f"a module that is kept whole changes {target} at {user_line()}: it would do so once for each micro-batch, on "
+                "its own stage. Do so in the step, or in a hook"
+            )
         leaves, tree = trees.flatten(value)
         leaves = self._known_later(leaves)
         effect = Effect(kind, target, self.count, tree, options=options or {})
@@ -264,9 +242,39 @@ class _Watch(Logs):
             lead = self.leads[call] if call < len(self.leads) else 0
             self.extras += [ExtraOutput("number", None, {_KEY: (None, None)})] * lead
             return leaves
-        found = [self._number(leaf) if is_tracked(leaf) else leaf for leaf in leaves]
+        found = [self._known_leaf(leaf) for leaf in leaves]
         self.counted.append(len(self.extras) - count)
         return found
+
+    def _known_leaf(self, leaf: Any) -> Any:
+        if is_tracked(leaf):
+            return self._number(leaf)
+        if isinstance(leaf, (list, tuple)) and any(has_marks(item) for item in leaf):  # a list of texts is one leaf
+            return Later.joined([self._known_leaf(item) for item in leaf], type(leaf))
+        if not has_marks(leaf):
+            return leaf
+        return Later.joined(parts_of(leaf, self._marked), "".join)
+
+    def _marked(self, mark: Mark) -> Later:
+        value = self._tensor(mark.value) if isinstance(mark.value, torch.Tensor) else self._number(mark.value)
+        return value.then(mark.text)
+
+    def _known(self, value: Any) -> Any:
+        """A number or a tensor that is an option of an effect, as a value that is known after the step."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        return self._known_later([value])[0]
+
+    def _settled(self, text: str) -> str:
+        """A name without marks: it holds for the present values."""
+        return "".join(parts_of(text, lambda m: m.text(_now(m.value)))) if has_marks(text) else text
+
+    def _tensor(self, tensor: torch.Tensor) -> Later:
+        """The value of a tensor after the step."""
+        effect = Effect("number", "", self.count, options={"compute": itemgetter(0)})
+        self.count += 1
+        self._add(effect, [tensor])
+        return Later.of(effect.ordinal, "a tensor")
 
     def _number(self, number: Any) -> Later:
         """The value of a tracked number after the step. Its atoms are extra outputs: inputs, sizes, and items of tensors."""
@@ -281,6 +289,7 @@ class _Watch(Logs):
 
     def put(self, kind: str, path: Path, value: Any, key: Any = None) -> None:
         """Note that `value` is put into the container at `path`."""
+        key = self._settled(key) if isinstance(key, str) else key
         self.note(kind, text_of(path), value, {"path": path, "key": key})
         if isinstance(value, (list, dict, set)):
             self.gave(text_of(path), value)
@@ -305,7 +314,8 @@ class _Watch(Logs):
             raise CaptureError(
                 f"{name}: two runs of the step on one state gave {a!r} and {b!r}, so it is no number or tensor that the "
                 "graph computes (a clock, a random number of Python, a text made of a loss). A recorded step does not "
-                "run this Python again: do it in a hook (on_train_batch_end)."
+                "run this Python again: do it in a hook (on_train_batch_end). A text with values can be an f-string, which is "
+                "made again in each step."
             )
         found: dict[int, Effect] = {}
         for extra in recording.extras:
@@ -322,11 +332,16 @@ class _Watch(Logs):
         separate = (i for effect in ordered if not _merges_as_mean(effect, recording) for i in effect.outputs.values())
         averaged = (i for e in ordered if e.is_mean and e.options.get("sync_dist") for i in e.outputs.values())
         recording = replace(recording, guards=recording.guards.without(self.touched.covers))
+        ordered = self._said.among(ordered, self.module)
         fixed = {e.ordinal: e.options["compute"](e.leaves) for e in ordered if e.kind == "number" and not e.outputs}
         known = {path for path, _ in self.module.named_modules()}
         hidden = {path: metric for path, metric in self.metrics.items() if path not in known}
         effects = Effects(ordered, dict(self.results), frozenset(separate), frozenset(averaged), hidden, fixed)
         return recording, effects
+
+
+def _now(value: Any) -> Any:
+    return value.concrete() if isinstance(value, Tracked) and hasattr(value, "concrete") else plain(value)
 
 
 def _merges_as_mean(effect: Effect, recording: Recording) -> bool:

@@ -17,6 +17,7 @@ import torch.nn as nn
 
 from pipepart.errors import CaptureError
 from pipepart.lightning.manual_step import ManualNotes, OptimizerOutline
+from pipepart.lightning.outward import loggers_of
 from pipepart.lightning.trainer_views import NeedsNumber, TrainerView
 from pipepart.recording import ExtraOutput, Recording, record_step
 from pipepart.recording.inputs.batching import Batching
@@ -50,12 +51,20 @@ class Logs:
         yield
 
     def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        """Called for ``self.log(name, value, **options)`` in the step."""
+        """Called for ``self.log(name, value, **options)`` in the step; a `batch_size` may be a number of the batch."""
+        if is_tracked(options.get("batch_size")):
+            options = {key: option for key, option in options.items() if key != "batch_size"}
         self.extras.append(ExtraOutput(name, detached(value), options))
 
     def act(self, text: str) -> None:
         """Called for each act of a step that optimizes by itself."""
         self.extras.append(ExtraOutput(text, 0.0))
+
+    def outward(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Called for each call of the step that reaches outside, such as ``print``; `value` are its arguments."""
+
+    def said(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Called for each warning, and each line in a log of Python, that has no values of the batch."""
 
     def returned(self, result: Any) -> Any:
         """The result of the step as the recording returns it."""
@@ -174,21 +183,26 @@ def _recording_view(
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         options = {**dict(zip(_LOG_ARGUMENTS, args)), **options}
-        if is_tracked(options.get("batch_size")):
-            del options["batch_size"]  # it follows the batch: the size of the whole batch is used after each step
-        logs.log(name, value, {key: plain(option) for key, option in options.items()})
+        logs.log(name, value, {k: o if k == "batch_size" else plain(o) for k, o in options.items()})
 
     def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
         for name, value in dictionary.items():
             log(name, value, *args, **options)
 
+    def show(*args: Any, **kwargs: Any) -> None:
+        logs.outward("self.print", (args, kwargs), {"how": "self.print"})
+
     now = numbers if notes is None else _Counters(numbers, notes)
-    view = TrainerView(getattr(module, "_trainer", None), now, _COUNTERS)
+    trainer = getattr(module, "_trainer", None)
+    loggers = loggers_of(logs, trainer)
+    view = TrainerView(trainer, now, _COUNTERS, loggers, show)
     members: dict[str, Any] = {name: property(partial(_read, now, name)) for name in _COUNTERS}
     members["trainer"] = property(lambda self: view)
+    members["logger"] = property(lambda self: next(iter(loggers), None))
+    members["loggers"] = property(lambda self: list(loggers))
     reading = {"optimizers": view.optimizers_of_module, "lr_schedulers": view.lr_schedulers}
     automatic = {**{name: partial(_refuse, name) for name in _MANUAL}, **reading}
-    attributes = {"log": log, "log_dict": log_dict, **(automatic if notes is None else notes.members())}
+    attributes = {"log": log, "log_dict": log_dict, "print": show, **(automatic if notes is None else notes.members())}
     module.__dict__.update(attributes)
     try:
         with with_class(module, members):

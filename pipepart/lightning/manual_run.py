@@ -14,9 +14,9 @@ import torch.fx as fx
 
 from pipepart.build import Job, Recorded, Step
 from pipepart.errors import CaptureError
-from pipepart.lightning.effects import Effects
 from pipepart.lightning.manual_step import ManualAct, ManualNotes, OptimizerOutline, outline_of
 from pipepart.lightning.namespaces import of
+from pipepart.lightning.noted_effects import Effects
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.recording import Recording
 from pipepart.recording.proof.segment_proof import prove_segments, restored_after, trained_only

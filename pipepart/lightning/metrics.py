@@ -6,7 +6,7 @@ A metric is fed on the last stage of each replica, after the step. Its value is 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,15 @@ class Later:
         `metric` is the path of the metric whose ops can be recorded instead.
         """
         return Later(lambda known: known[ordinal] if key is None else known[ordinal][key], origin, metric)
+
+    @staticmethod
+    def joined(parts: Sequence[Any], make: Callable[[list[Any]], Any]) -> Later:
+        """``make(parts)`` with the values of those parts that are known after the step."""
+        return Later(lambda k: make([part.value(k) if isinstance(part, Later) else part for part in parts]), "a text")
+
+    def then(self, function: Callable[[Any], Any]) -> Later:
+        """``function(value)``, after the step."""
+        return self._then(function, self)
 
     def needed(self) -> None:
         """Refuse a use of the value in the loss, or ask for the ops of the metric, if they can be recorded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ from pipepart.build.verification import verification
 from pipepart.errors import CaptureError
 from pipepart.lightning.announce import tell
 from pipepart.lightning.data import batches_ahead, prepare, received, why_not_ahead
-from pipepart.lightning.effects import Effects, record_with_effects
+from pipepart.lightning.effects import record_with_effects
 from pipepart.lightning.manual_run import ManualSteps
 from pipepart.lightning.materialise import empty_names
+from pipepart.lightning.noted_effects import Effects
 from pipepart.lightning.repeat_effects import repeat_effects
 from pipepart.lightning.skipped_steps import check_skipped_batch
 from pipepart.lightning.step_updates import check_updates
@@ -262,9 +263,11 @@ class RecordedSteps:
         if notes is not None and self._manual is not None:
             self._manual.cut(name, recording, notes, example.batch, self._numbers(batch_idx, loader))
         if training:
-            check_updates(recording, self._job.options.microbatches)
+            if self._job.options.loss != "microbatch":
+                check_updates(recording, self._job.options.microbatches)
             self._trainable = _trainable(self._module)
-        return Recorded(recording, effects.reduced_otherwise, effects.averaged)
+        given = self._numbers_of(recording, self._numbers(batch_idx, loader))
+        return Recorded(recording, effects.reduced_otherwise, effects.averaged, given)
 
     def _add(self, variants: Variants, step: str, batch: Any, batch_idx: int, loader: int | None) -> None:
         """Record a step when it is first needed, or once more, on the batch of the first stage of this replica."""
@@ -314,15 +317,19 @@ class RecordedSteps:
             "dataloader_idx": loader or 0,
         }
 
+    def _numbers_of(self, recording: Recording, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers that a recording takes, by the names of their inputs."""
+        wanted = {item.name for item in recording.inputs if item.kind == "number"}
+        own = {key: value for key, value in numbers.items() if key in wanted}
+        rates = {name: number_of_trainer(self._module.trainer, name) for name in wanted}
+        return own | {name: rate for name, rate in rates.items() if rate is not None}
+
     def _flatten(self, batch: Any, batch_idx: int, loader: int | None) -> Callable[[Recording], list[Any]]:
         """A function that returns the leaves of a batch and the numbers of its step, as a recording takes them."""
         runtime, numbers = self.runtime, self._numbers(batch_idx, loader)
 
         def flatten(recording: Recording) -> list[Any]:
-            wanted = {item.name for item in recording.inputs if item.kind == "number"}
-            own = {key: value for key, value in numbers.items() if key in wanted}
-            rates = {name: number_of_trainer(self._module.trainer, name) for name in wanted}
-            own |= {name: rate for name, rate in rates.items() if rate is not None}
+            own = self._numbers_of(recording, numbers)
             leaves = recording.flatten((batch,), own)
             pieces = pieces_of(batch, runtime.root, runtime.options.batch_dim, False, runtime.plan.microbatches)
             if pieces is None:

@@ -11,17 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torchmetrics import Metric, MetricCollection
 
 from pipepart.build.batch_verdict import SamplesMeet
 from pipepart.errors import PipelineError
-from pipepart.lightning.effects import Effect, Effects
 from pipepart.lightning.follows import Follows
 from pipepart.lightning.metrics import Later, made_on_last_stage, on_this_rank
+from pipepart.lightning.noted_effects import Effect, Effects
+from pipepart.lightning.outward import OUTWARD, repeat_outward
 from pipepart.lightning.watched_containers import container_at
 from pipepart.recording import Recording
 from pipepart.recording.inputs import trees
 from pipepart.runtime import StageRuntime
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import reduce_numbers
 from pipepart.runtime.microbatch import MicrobatchSizes, add_up
 from pipepart.runtime.program import StepResult
 
@@ -223,11 +227,29 @@ def _apply(
             value = metrics[path]
         averaged = options.get("sync_dist") and any(result.laws[i] == "sum" for i in effect.outputs.values())
         size = result.samples if averaged else result.sizes.batch_size
-        module.log(effect.target, value, **{"batch_size": size, **options})
+        given = options.pop("batch_size", size)
+        if isinstance(given, Later):  # a number of the batch
+            given = given.value(values)
+            given = _of_all_replicas(given, runtime) if averaged else given
+        module.log(effect.target, value, batch_size=given, **options)
+    elif effect.kind == OUTWARD:
+        repeat_outward(effect.options, value, module)
     elif effect.kind == "set":
-        setattr(module, effect.target, value)
+        path, _, name = effect.target.rpartition(".")
+        setattr(module.get_submodule(path), name, value)
     else:
         _put(module, effect, value)
+
+
+def _of_all_replicas(number: Any, runtime: StageRuntime) -> Any:
+    """The sum of a number over replicas."""
+    groups = runtime.groups
+    if groups is None or groups.copies is None:
+        return number
+    total = torch.tensor(float(number), dtype=torch.float64)
+    with guarded(groups):
+        reduce_numbers(total, groups, groups.copies, dist.ReduceOp.SUM)
+    return total.item()
 
 
 def _put(module: LightningModule, effect: Effect, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Updates of parameters inside a step, such as that of a momentum encoder: they belong to the batch, not to a micro-batch."""
+"""Updates of parameters and buffers inside a step that belong to the batch, not to a micro-batch, and cannot be made so."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ __all__ = ["check_updates"]
 
 
 def check_updates(recording: Recording, microbatches: int | str) -> None:
-    """Refuse a step that changes parameters by other parameters, unless there is one micro-batch only."""
+    """Refuse a step that changes parameters by other parameters, unless there is one micro-batch only.
+
+    The same holds for buffers that a module changes which is kept whole.
+    """
     if microbatches == 1:
         return
+    for path, (buffers, line) in recording.updates.items():
+        why = next(
+            (note for note in recording.notes if note.startswith(f"kept {path!r} whole")), f"kept {path!r} whole"
+        )
+        raise ConfigError(
+            f"module {path!r}, called at {line}, changes its buffer {buffers[0]!r}, and would do so once for each micro-batch "
+            f"({why}). Do one of these: update the buffer by tensor ops, which are recorded and run once for the batch; update "
+            "it in the step itself or in a hook (on_train_batch_end); or use microbatches=1."
+        )
     found = _followers(recording)
     if found:
         name, others = next(iter(found.items()))

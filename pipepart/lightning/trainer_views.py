@@ -8,7 +8,7 @@ recorded as if there were one of each, and once more if there are others.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipepart.errors import CaptureError
@@ -55,8 +55,16 @@ def number_of_trainer(trainer: Any, name: str) -> float | None:
 class TrainerView:
     """Replaces the trainer while a step is recorded: counters are inputs, other attributes are those of the trainer."""
 
-    def __init__(self, trainer: Any, numbers: Mapping[str, Any], counters: tuple[str, ...]):
-        self.__dict__.update(_trainer=trainer, _numbers=numbers, _counters=counters)
+    def __init__(
+        self,
+        trainer: Any,
+        numbers: Mapping[str, Any],
+        counters: tuple[str, ...],
+        loggers: Sequence[Any] = (),
+        show: Callable[..., None] | None = None,
+    ):
+        """`loggers` and `show` stand for the loggers and for `print` of the trainer."""
+        self.__dict__.update(_trainer=trainer, _numbers=numbers, _counters=counters, _loggers=loggers, _show=show)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -73,6 +81,10 @@ class TrainerView:
             raise CaptureError(
                 f"the step reads trainer.{name}, and the module has no trainer yet; attach one, or record inside fit"
             )
+        if name in ("logger", "loggers"):
+            return list(self._loggers) if name == "loggers" else next(iter(self._loggers), None)
+        if name == "print" and self._show is not None:
+            return self._show
         if name in _OF_THE_RANK:
             return _OF_THE_RANK[name]
         if name in _SHARED:

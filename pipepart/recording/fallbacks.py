@@ -19,14 +19,17 @@ from pipepart.recording.model_state import memos, state
 from pipepart.recording.recorded_run import caches
 from pipepart.recording.recorded_run.caches import CachedFunction
 from pipepart.recording.recorded_run.failures import (
+    ChangesWhole,
     Converted,
     DataDependent,
     DrawsOutside,
     FromNumpy,
+    Keeps,
     NotRecordable,
     Unsettled,
     Updates,
 )
+from pipepart.recording.recorded_run.python_state import is_watched
 from pipepart.recording.recorded_run.runs import Call, Run, Settings, copy_leaf, eager
 
 __all__ = ["Failure", "Retry", "fall_back", "found_caches", "keep_whole", "remember", "suspect"]
@@ -61,7 +64,7 @@ class Fallback:
     """One way to record a call whose run has failed."""
 
     name: str
-    condition: type[Exception]
+    condition: type[Exception] | tuple[type[Exception], ...]
     """Class of the errors for which this fallback is tried."""
     effect: Callable[[Failure, Settings], bool]
     """Function that changes the settings. It returns whether they have changed, so that recording again may help."""
@@ -78,6 +81,25 @@ def _settle(failure: Failure, settings: Settings) -> bool:
         modules = failure.call.root.named_modules()
         after = state.Snapshot((p, m) for p, m in modules if not getattr(type(m), "_pipepart_sets", False))
     after.restore_setup()
+    _put_back(failure.call.root, settings)
+    return True
+
+
+def _put_back(root: nn.Module, settings: Settings) -> None:
+    """Give attributes that the caller sets after each call the values from before anything was run."""
+    for path, name in settings.attributes & settings.initial.keys():
+        vars(root.get_submodule(path))[name] = settings.initial[path, name]
+
+
+def _repeat_attributes(failure: Failure, settings: Settings) -> bool:
+    """Leave attributes of submodules that change in each call to the caller, who sets them after each call."""
+    new = {place for place in getattr(failure.error, "attributes", ()) if place[0]} - settings.attributes
+    root = failure.call.root
+    if not new or not is_watched(root) or isinstance(failure.error, ChangesWhole):
+        return False
+    settings.opened.update(path for path, _ in new)
+    settings.attributes |= new
+    _put_back(root, settings)  # the call that set the model up may have changed them
     return True
 
 
@@ -124,6 +146,7 @@ def _keep_module(failure: Failure, settings: Settings) -> bool:
 
 FALLBACKS = (
     Fallback("start from the state that one call leaves", Unsettled, _settle),
+    Fallback("set attributes of submodules after each call", (Unsettled, Keeps), _repeat_attributes),
     Fallback("follow the results of float() and int()", Converted, _switch_on("converting")),
     Fallback("record the ops of the module that updates its buffers", Updates, _open),
     Fallback("find the module that draws random numbers", DrawsOutside, _switch_on("watching")),
@@ -144,6 +167,9 @@ def fall_back(failure: Failure, settings: Settings) -> NoReturn:
         raise error from None
     if not isinstance(error, CaptureError):
         _blame(failure)
+    if isinstance(error, ChangesWhole) and settings.settled:
+        kept = [item for item in settings.history if item.startswith("kept")]
+        raise CaptureError(f"{failure.call.what}: {error}.\n" + "".join(f"  {item}\n" for item in kept)) from None
     for fallback in FALLBACKS:
         lines = len(settings.history)
         if isinstance(error, fallback.condition) and fallback.effect(failure, settings):

@@ -105,6 +105,7 @@ def record_call(
         names = state.names_of(call.root)
         leaves = [_fake(leaf, mode, target) for leaf in call.leaves]
         settings, before = Settings(converting=converting), state.Snapshot(names.listed)
+        settings.initial = before.plain_attributes()
         around = Effects(names.listed, lambda module, path: False)
         while True:
             try:
@@ -277,6 +278,7 @@ def _recording(
         checkpoints=tuple(recorder.builder.checkpoints),
         batching=call.batching,
         moved=tuple(call.moved),
+        updates=dict(recorder.updates),
         device=state.device_of(call.leaves),
     )
     annotate(graph, recorder.facts)

@@ -102,6 +102,8 @@ class Recording:
     """Inputs that hold the samples (always along dimension 0 in the graph), if the caller has named them."""
     moved: tuple[int, ...] = ()
     """For each flat output of the result the dimension of its samples in the user's result; in the graph it is 0."""
+    updates: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    """Modules that are kept whole and change their buffers, by path: the names of these, and the line of the call."""
     device: torch.device = _CPU
     """The device of the example. Tensors that the model made there are made on the device of each chunk."""
 

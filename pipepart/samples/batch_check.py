@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -37,6 +38,8 @@ __all__ = [
 
 _MOST_SAMPLES = 8
 """The largest number of samples of one part: enough to see that samples are combined, few enough to cost little."""
+_MOST_TAKEN = 64
+"""The same for samples that a step takes by their position."""
 _AGAIN = 6
 """The number of further comparisons, each with other parameters and samples, of counts that may be right by chance."""
 
@@ -132,11 +135,29 @@ def _splits(recording: Recording, leaves: Sequence[Any], microbatch_size: int) -
     total = int(leaves[places[0]].shape[0]) if places else 0
     if total < 2 or microbatch_size >= total:
         return None
-    most = min(microbatch_size, _MOST_SAMPLES)
+    most, taken = min(microbatch_size, _MOST_SAMPLES), min(_taken(recording), _MOST_TAKEN)
+    larger = []
+    if 2 * most - 1 <= taken < total:
+        count = min(taken // 2 + 2, (total + 1) // 2)
+        larger = [(count, count - 1), (total - total // 2, total // 2)]
     # Uneven parts come first, so that means and sums cannot be confused.
-    pairs = dict.fromkeys([(most, most - 1), (most, most), (2, 1), (1, 1)])
+    pairs = dict.fromkeys([*larger, (most, most - 1), (most, most), (2, 1), (1, 1)])
     fitting = [pair for pair in pairs if min(pair) > 0 and sum(pair) <= total]
     return [_neighbours(leaves, places, microbatch_size, pair) for pair in fitting]
+
+
+def _taken(recording: Recording) -> int:
+    """Return the largest number of rows that the step takes from one end of a tensor (``x[:4]``), or 0.
+
+    Parts of fewer samples would all be taken whole, so that the rows of all parts would look like those of the batch.
+    """
+    most = 0
+    for node in recording.graph.nodes:
+        if node.op == "call_function" and node.target is operator.getitem and len(node.args) == 2:
+            index: Any = node.args[1][0] if isinstance(node.args[1], tuple) and node.args[1] else node.args[1]
+            if isinstance(index, slice):
+                most = max([most, *(abs(end) for end in (index.start, index.stop) if type(end) is int)])
+    return most
 
 
 def _others(recording: Recording, leaves: Sequence[Any], sizes: Sequence[int]) -> Iterator[Split]:

@@ -154,6 +154,8 @@ def opened(value: Any) -> Opened | None:
         if value and all(type(item) is str for item in value):
             return None  # names of the samples: one leaf, whatever their number
         return Opened(tuple(range(len(value))), list(value), kind)
+    if kind is torch.Size:
+        return Opened(tuple(range(len(value))), list(value), _size)
     if kind in (dict, collections.OrderedDict):
         return Opened(tuple(value), list(value.values()), partial(_mapping, kind, tuple(value)))
     if kind is collections.defaultdict:
@@ -188,6 +190,10 @@ def opened(value: Any) -> Opened | None:
 
 def _mapping(make: Callable[[Any], Any], keys: tuple[Any, ...], children: list[Any]) -> Any:
     return make(zip(keys, children))
+
+
+def _size(children: list[Any]) -> Any:
+    return torch.Size(children) if all(isinstance(child, int) for child in children) else tuple(children)
 
 
 def _registered(kind: type, context: Any, children: list[Any]) -> Any:

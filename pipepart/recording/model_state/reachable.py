@@ -26,7 +26,7 @@ OWN_NAMES = frozenset(set(vars(nn.Module())) - {"training"}) | {
     "_compiler_ctx", "_example_input_array", "_automatic_optimization", "_fabric_optimizers", "_jit_is_scripting",
     "_should_prevent_trainer_and_dataloaders_deepcopy", "_hparams_initial", "_hparams_name", "_log_hyperparams",
     "_strict_loading", "_pipepart_cut", "_use_distributed", "_compiled_call_impl", "prepare_data_per_node",
-    "allow_zero_length_dataloader_with_multiple_devices", "_device_mesh", "trainer", "log", "log_dict",
+    "allow_zero_length_dataloader_with_multiple_devices", "_device_mesh", "trainer", "log", "log_dict", "print",
     "manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer",
     "toggled_optimizer", "clip_gradients", "forward",
 }  # fmt: skip

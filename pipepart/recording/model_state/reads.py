@@ -81,6 +81,13 @@ class Reads:
         self._patched: dict[type, Any] = {}
         self._quiet = False
         self.notes: list[str] = []
+        self.repeated: frozenset[tuple[str, str]] = frozenset()
+        """Attributes of submodules, by path and name, that are set after each call by the code that watches them."""
+
+    @property
+    def watching(self) -> bool:
+        """Whether the Python code of the user runs, as opposed to an op that is kept whole."""
+        return self._watching()
 
     def guards(self) -> Guards:
         """Return the places that the run has read, except those of numbers that are inputs of the graph."""
@@ -124,6 +131,10 @@ class Reads:
     def depends(self, place: Place, value: Any) -> None:
         """Note that the recording holds only while a place has this value."""
         self._expect(place, value)
+
+    def is_input(self, text: str) -> bool:
+        """Return whether the number at the place that `text` names is an input of the graph."""
+        return text in self._inputs
 
     def wrote(self, module: Any, name: str) -> None:
         """Note that the run has set an attribute: what it reads there from now on is its own value."""

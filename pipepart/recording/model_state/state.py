@@ -148,6 +148,11 @@ class Snapshot:
             for path, module in modules
         ]
 
+    def plain_attributes(self) -> dict[tuple[str, str], Any]:
+        """Return the plain attributes of all modules, by path and name."""
+        found = ((known.path, name, value) for known in self.modules for name, value in known.attributes.items())
+        return {(path, name): value for path, name, value in found if is_plain_value(value)}
+
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
         """Yield module path, module, attribute, value before and value now of each attribute that has changed."""
         for known in self.modules:

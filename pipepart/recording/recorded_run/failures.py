@@ -7,11 +7,13 @@ from typing import Any
 from pipepart.errors import CaptureError
 
 __all__ = [
+    "ChangesWhole",
     "Converted",
     "DataDependent",
     "DrawsOutside",
     "FromNumpy",
     "GuardError",
+    "Keeps",
     "NotRecordable",
     "StateChanged",
     "Unsettled",
@@ -59,4 +61,26 @@ class Updates(NotRecordable):
 
 
 class Unsettled(NotRecordable):
-    """A call changes plain Python attributes of a module. If a second call does not, the first has set the module up."""
+    """A call changes plain Python attributes of a module. If a second call does not, the first has set the module up.
+
+    `attributes` are the paths and names of the attributes.
+    """
+
+    attributes: tuple[tuple[str, str], ...] = ()
+
+
+class Keeps(NotRecordable):
+    """A call keeps a number of the step, or a number that was read from a tensor, in an attribute of a submodule."""
+
+    attributes: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, path: str, name: str) -> Keeps:
+        """Return the failure for one attribute."""
+        failure = cls(f"attribute {name!r} of module {path!r} keeps a number of the step")
+        failure.attributes = ((path, name),)
+        return failure
+
+
+class ChangesWhole(Unsettled):
+    """A module that is kept whole changes plain Python attributes of itself."""

@@ -22,6 +22,7 @@ __all__ = [
     "DUNDERS",
     "NOT_OPS",
     "OPERATORS",
+    "TEXTS",
     "buffers_of",
     "can_be_opened",
     "draws",
@@ -63,6 +64,9 @@ NOT_OPS = frozenset([
     "is_floating_point", "is_complex", "is_contiguous", "retain_grad",
 ])  # fmt: skip
 """Calls that compute nothing: never recorded."""
+
+TEXTS = frozenset(["__repr__", "__format__", "__str__"])
+"""Calls that make a text of a tensor."""
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RANDOM_MODULES = (*_DROPOUTS, nn.RReLU)

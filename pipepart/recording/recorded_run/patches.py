@@ -116,6 +116,7 @@ def _module_call(recorder: Recorder, original: Any) -> Any:
             if name and recorder.is_one_op(module, name):
                 own = ops.buffers_of(module)
                 before = _marks(own)
+                named = _named_marks(module) if name in recorder.whole else {}
                 out = recorder.run_whole(
                     lambda *a, **k: original(module, *a, **k),
                     "call_module",
@@ -131,6 +132,10 @@ def _module_call(recorder: Recorder, original: Any) -> Any:
                 updates = before != _marks(ops.buffers_of(module))
                 if updates and name not in recorder.whole and ops.can_be_opened(module):
                     raise Updates(f"module {name!r} updates its buffers")
+                now = _named_marks(module) if name in recorder.whole else {}
+                changed = tuple(f"{name}.{key}" for key in now if now[key] != named.get(key))
+                if changed:
+                    recorder.updates.setdefault(name, (changed, user_line()))
                 return out
             if name and (module._backward_hooks or module._backward_pre_hooks):
                 raise NotRecordable(f"module {name!r} has a backward hook and consists of several ops")
@@ -152,6 +157,13 @@ def _marks(buffers: Sequence[torch.Tensor]) -> list[Any]:
     """Return marks that differ if a buffer is replaced, gets other memory, or is changed in place."""
     with torch._C.DisableTorchFunction():
         return [(id(buffer), version_of(buffer), storage_of(buffer)) for buffer in buffers]
+
+
+def _named_marks(module: nn.Module) -> dict[str, Any]:
+    """Return the marks of the buffers of a module, by name; those of BatchNorm layers have a rule of their own."""
+    norms = [path for path, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    named = [(k, b) for k, b in module.named_buffers() if k.rpartition(".")[0] not in norms]
+    return dict(zip((key for key, _ in named), _marks([buffer for _, buffer in named])))
 
 
 def _metric_patches(recorder: Recorder, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Patch]:

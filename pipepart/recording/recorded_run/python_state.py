@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch.nn as nn
 
 from pipepart.recording.model_state.places import is_plain_value
@@ -9,28 +11,42 @@ from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.model_state.side_effects import Effects
 from pipepart.recording.model_state.state import Snapshot
 from pipepart.recording.recorded_run import intrinsics, ops
-from pipepart.recording.recorded_run.failures import NotRecordable, Unsettled
+from pipepart.recording.recorded_run.failures import ChangesWhole, Keeps, NotRecordable, Unsettled
 from pipepart.recording.recorded_run.recorder import Recorder
-from pipepart.recording.recorded_run.symbols import is_tracked
+from pipepart.recording.recorded_run.symbols import is_of_step, is_tracked
 from pipepart.recording.recorded_run.tensors import tensors_in
 
-__all__ = ["keep_attributes", "refuse_effects", "refuse_hooks"]
+__all__ = ["is_watched", "keep_attributes", "refuse_effects", "refuse_hooks"]
 
 
-def keep_attributes(recorder: Recorder, before: Snapshot) -> None:
-    """Record tensors that the call keeps as attributes of modules; refuse other changes of attributes."""
+def keep_attributes(recorder: Recorder, before: Snapshot, repeated: Collection[tuple[str, str]] = ()) -> None:
+    """Record tensors that the call keeps as attributes of modules; refuse other changes of attributes.
+
+    The caller sets the attributes `repeated` after each call.
+    """
     builder = recorder.builder
     whole = [name for name in builder.module_names.values() if name in recorder.whole]
     lost: dict[str, NotRecordable] = {}
-    for path, module, name, old, value in before.changes():
+    changed: list[tuple[str, str]] = []
+    changes = list(before.changes())
+    caching = {
+        path for path, _, _, _, value in changes if tensors_in(value)
+    }  # sizes there belong to a cache of tensors
+    for path, module, name, old, value in changes:
         inside = any(path == name_ or path.startswith(f"{name_}.") for name_ in whole)
+        if inside and is_watched(builder.root):
+            _refuse_inside(recorder, path, module, name, old, value)
         if (
             inside
             or ops.is_torch_leaf(module)
             or ops.is_metric(module)
+            or (path, name) in repeated
             or (not path and _is_kept_elsewhere(module, name))
         ):
             continue
+        if path and is_watched(builder.root) and (is_of_step(value) or (is_tracked(value) and path not in caching)):
+            recorder.failed_in = [path]
+            raise Keeps.of(path, name)
         if is_tracked(value) or callable(value):
             continue
         if tensors_in(value) and all(id(tensor) in recorder.values for tensor in tensors_in(value)):
@@ -42,6 +58,8 @@ def keep_attributes(recorder: Recorder, before: Snapshot) -> None:
         if value == old and type(value) is type(old):
             continue
         kind = Unsettled if is_plain_value(old) and is_plain_value(value) else NotRecordable
+        if kind is Unsettled:
+            changed.append((path, name))
         lost.setdefault(
             path,
             kind(
@@ -53,9 +71,29 @@ def keep_attributes(recorder: Recorder, before: Snapshot) -> None:
     if lost:
         first, *others = lost
         recorder.failed_in = [first]
-        error = lost[first]
-        error.also = tuple((path, str(lost[path])) for path in others if type(lost[path]) is type(error))
-        raise error
+        problem = lost[first]
+        if isinstance(problem, Unsettled):
+            problem.attributes = tuple(changed)
+        problem.also = tuple((path, str(lost[path])) for path in others if type(lost[path]) is type(problem))
+        raise problem
+
+
+def is_watched(root: nn.Module) -> bool:
+    """Return whether the code that records the root repeats changes of attributes after each call, once per batch."""
+    return bool(getattr(type(root), "_pipepart_sets", False))
+
+
+def _refuse_inside(recorder: Recorder, path: str, module: nn.Module, name: str, old: object, value: object) -> None:
+    """Refuse a change of a plain attribute by a module that is kept whole: it runs once for each micro-batch."""
+    plain = is_plain_value(old) and is_plain_value(value) and name not in OWN_NAMES
+    if not plain or ops.is_torch_leaf(module) or ops.is_metric(module) or (value == old and type(value) is type(old)):
+        return
+    recorder.failed_in = [path]
+    raise ChangesWhole(
+        f"module {path!r} ({type(module).__name__}) is kept whole and changes its attribute {name!r} in each call (before: "
+        f"{str(old)[:60]}, after: {str(value)[:60]}). It is called once for each micro-batch, on its own stage, so it "
+        "would have other values than on one device. Change it in the step itself, or in a hook (on_train_batch_start)"
+    )
 
 
 def refuse_hooks(recorder: Recorder, before: Snapshot) -> None:
@@ -73,7 +111,7 @@ def _is_kept_elsewhere(module: nn.Module, name: str) -> bool:
 
     Buffers are set by the graph.
     """
-    return name in OWN_NAMES or (getattr(type(module), "_pipepart_sets", False) and name not in module._buffers)
+    return name in OWN_NAMES or (is_watched(module) and name not in module._buffers)
 
 
 def refuse_effects(recorder: Recorder, effects: Effects) -> None:

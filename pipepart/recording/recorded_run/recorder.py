@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipepart.errors import CaptureError
 from pipepart.recording.model_state.places import Guards
-from pipepart.recording.recorded_run import moments, ops
+from pipepart.recording.recorded_run import moments, ops, texts
 from pipepart.recording.recorded_run.assigned_data import set_data
 from pipepart.recording.recorded_run.contexts import outside_rng
 from pipepart.recording.recorded_run.conversions import with_plain_dtype
@@ -78,6 +78,9 @@ class Recorder:
         self.has_state = False  # whether numbers of the user's Python state are inputs of the graph
         self.guards_of_state = Guards()
         self.notes: list[str] = []
+        self.updates: dict[
+            str, tuple[tuple[str, ...], str]
+        ] = {}  # buffers that modules kept whole change, and the line
         self.rng_state: torch.Tensor | None = None  # of torch, after the last op
         self.leaf_edges: dict[int, tuple[Any, int]] = {}
         self.makers: dict[int, Any] = {}  # the function that returned each numpy array, by identity of the array
@@ -107,7 +110,8 @@ class Recorder:
             return func(*plain_args, **plain_kwargs)
         name = ops.name_of(func)
         if name in ops.NOT_OPS or name == "_set_grad_enabled":
-            return func(*plain_args, **plain_kwargs)
+            made = texts.mark(args[0], name, *plain_args[1:2]) if name in ops.TEXTS else None
+            return func(*plain_args, **plain_kwargs) if made is None else made
         if self.has_state and name not in ops.ARITHMETIC:
             args, kwargs = fixed_sizes(name, args), fixed_sizes(name, kwargs)
         if name == "__iter__":

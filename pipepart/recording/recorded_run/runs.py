@@ -105,6 +105,10 @@ class Settings:
     """Whether libraries are told that they are being compiled."""
     settled: bool = False
     """Whether the recording starts from the state that one call leaves."""
+    initial: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """Plain attributes of modules before anything was run, by path and name."""
+    attributes: set[tuple[str, str]] = field(default_factory=set)
+    """Plain attributes of submodules that change in each call, by path and name: the caller sets them after each call."""
     watching: bool = False
     """Whether each module is checked for draws of random numbers outside torch."""
     single: str = ""
@@ -192,6 +196,7 @@ def run_once(
         stack.enter_context(memos.emptied([*settings.tables, *(settings.suspects or ())]))
         values, numbers = _inputs(recorder, call, leaves)
         reads = Reads(names.modules, ops.is_metric, lambda: not recorder.builder.idle, numbers)
+        reads.repeated = frozenset(settings.attributes)
         if settings.variables is None:
             settings.variables = variables(call.entries, names.listed)
         try:
@@ -264,7 +269,7 @@ def _result(
     memos.filled(recorder, before, around, settings.tables, settings.suspects or ())
     for table in settings.tables:
         table.clear()
-    keep_attributes(recorder, before)
+    keep_attributes(recorder, before, settings.attributes)
     refuse_hooks(recorder, before)
     refuse_effects(recorder, around)
     return result

@@ -22,6 +22,8 @@ import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
 
+from pipepart.recording.recorded_run import texts
+
 __all__ = [
     "Owner",
     "StepNumber",
@@ -33,6 +35,7 @@ __all__ = [
     "finish",
     "fixed_sizes",
     "is_followed",
+    "is_of_step",
     "is_tracked",
     "plain",
     "track",
@@ -152,14 +155,6 @@ class StepNumber(Tracked):
     def __hash__(self) -> int:
         return hash(self.concrete())
 
-    def __format__(self, spec: str) -> str:
-        return format(self.concrete(), spec)
-
-    def __str__(self) -> str:
-        return str(self.concrete())
-
-    __repr__ = __str__
-
     __array_ufunc__ = None
     """Arithmetic with numbers of NumPy is that of this class."""
 
@@ -175,6 +170,11 @@ class StepNumber(Tracked):
 def is_tracked(value: Any) -> bool:
     """Return whether `value` is a tracked number of a recording that is running."""
     return isinstance(value, Tracked) and value.owner is not None and value.owner.recording
+
+
+def is_of_step(value: Any) -> bool:
+    """Return whether `value` is a tracked number of the step, or was read from a tensor; sizes alone are not."""
+    return is_tracked(value) and (type(value) is StepNumber or value.from_data)
 
 
 def is_followed(value: Any) -> bool:
@@ -349,6 +349,19 @@ def _round(self: Any, *digits: Any) -> Any:
     return derive(round, self, *digits) if is_followed(self) else round(plain(self), *digits)
 
 
+def _text(method: str) -> Callable[..., str]:
+    """A method that makes a text of a number. The text of a number of the step holds for its value only."""
+
+    def make(self: Any, *spec: str) -> str:
+        made = texts.mark(self, method, *spec) if is_tracked(self) else None
+        if made is not None:
+            return made
+        value = self.concrete() if type(self) is StepNumber else plain(self)
+        return str(getattr(value, method)(*spec))
+
+    return make
+
+
 def _install() -> None:
     kind: Any
     base: Any
@@ -367,6 +380,8 @@ def _install() -> None:
         kind.__round__ = _round
         kind.__divmod__ = lambda a, b: (a // b, a % b)
         kind.__rdivmod__ = lambda a, b: (b // a, b % a)
+        for name in ("__format__", "__str__", "__repr__"):
+            setattr(kind, name, _text(name))
     for kind, base in ((TrackedInt, int), (TrackedFloat, float)):
         kind.__hash__ = _hash(base)
 
