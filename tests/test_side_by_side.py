@@ -27,12 +27,19 @@ def shared():
 def test_shared(shared, case):
     pass
 
-@pytest.mark.slow
-@pytest.mark.timeout(99)
-@pytest.mark.parametrize("case", range(2))
-def test_dealt_out(case):
+def note(case):
     with open(f"worker-{case}", "w") as file:
         file.write(os.environ["PYTEST_XDIST_WORKER"])
+
+@pytest.mark.slow
+def test_here():
+    note(0)
+
+@pytest.mark.slow
+@pytest.mark.timeout(99)
+@pytest.mark.xdist_group("apart")
+def test_apart():
+    note(1)
 
 @pytest.mark.parametrize("case", range(3))
 def test_quick(case):
@@ -41,7 +48,7 @@ def test_quick(case):
 
 
 @pytest.mark.slow
-def test_groups_stay_together_and_long_tests_are_dealt_out(tmp_path: Path) -> None:
+def test_files_stay_together_and_groups_are_dealt_out(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_some.py").write_text(TESTS)

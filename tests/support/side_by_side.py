@@ -1,7 +1,7 @@
 """Which tests run in one worker, and in which order, where `make test` runs them side by side (pytest-xdist).
 
-Tests that share a fixture of their module stay in one worker, and so do those of one `xdist_group`. All other slow
-tests are dealt out one by one, those with the longest time limit first; the quick ones of a file stay together.
+The tests of a file stay in one worker, unless they have an `xdist_group` of their own: they share fixtures, pools of
+ranks and what they have computed. Files with the longest time limits come first, then those with the most slow tests.
 Only workers see the marks of the tests, and the scheduler is elsewhere: they leave a table for it.
 """
 
@@ -97,11 +97,7 @@ def _group(item: pytest.Item) -> str:
     given = item.get_closest_marker("xdist_group")
     if given is not None:
         return str(given.args[0])
-    file = item.nodeid.split("::")[0]
-    definitions = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-    if any(found.scope in ("module", "package") for of_a_name in definitions for found in of_a_name):
-        return f"{file}: shared"
-    return file if item.get_closest_marker("slow") is None else item.nodeid
+    return item.nodeid.split("::")[0]
 
 
 def _weight(members: list[pytest.Item]) -> tuple[float, int, int]:
