@@ -39,7 +39,7 @@ class Hook:
     aware: bool = False
     """Whether it tells tensors of other stages apart, so that it is left alone."""
     local: bool = False
-    """Whether it computes with tensors of one stage at a time only, so that each stage runs its own part."""
+    """Whether it computes only with tensors that the same stages hold, so that each stage runs its own part."""
     wanted: Wanted | None = None
     """The tensors that it touches; None if it has not touched any."""
     written: Wanted = field(default_factory=Wanted)
@@ -64,8 +64,8 @@ class Seen:
     touched: dict[str, set[str]] = field(default_factory=_none)
     written: dict[str, set[str]] = field(default_factory=_none)
     local: bool = True
-    results: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    """Results of arithmetic on one stage, and the stage."""
+    results: dict[int, tuple[Any, frozenset[int]]] = field(default_factory=dict)
+    """Results of arithmetic on tensors of the same stages, and these stages."""
 
     def note(self, func: Any, tensors: list[torch.Tensor], found: list[Named | None], result: Any, new: bool) -> None:
         """Note a call of a function. `found`: what its tensors are; `new`: whether the result is a tensor of its own."""
@@ -73,16 +73,17 @@ class Seen:
             self.written[found[0][0]].add(found[0][1])
         if not self.local:
             return
-        stages = [self._stage_of(tensor, place) for tensor, place in zip(tensors, found)]
+        stages = [self._stages_of(tensor, place) for tensor, place in zip(tensors, found)]
         if not is_local(func, tensors) or len(set(stages)) != 1 or stages[0] is None:
             self.local = False
             self.results.clear()
         elif new:
             self.results[id(result)] = weakref.ref(result), stages[0]
 
-    def _stage_of(self, tensor: torch.Tensor, place: Named | None) -> int | None:
+    def _stages_of(self, tensor: torch.Tensor, place: Named | None) -> frozenset[int] | None:
+        """The stages that hold a tensor: several if it is a parameter that they all use, and each of them updates its copy."""
         if place is not None:
-            return self.gathering.home(*place) if place[0] == "parameter" else None
+            return self.gathering.holders(place[1]) if place[0] == "parameter" else None
         known = self.results.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
 

@@ -70,6 +70,10 @@ class Gathering:
         ownership = self._runtime.ownership
         return ownership.buffers[name] if kind == "buffer" else ownership.parameters[name][0]
 
+    def holders(self, parameter: str) -> frozenset[int]:
+        """Return the stages that hold a copy of a parameter."""
+        return frozenset(self._runtime.ownership.parameters[parameter])
+
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.root.named_buffers())
 

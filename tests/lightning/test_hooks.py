@@ -21,6 +21,7 @@ from watching import QUIET
 from pipepart import PipelineStrategy
 from pipepart.errors import ConfigError
 from pipepart.lightning import run_patches
+from tools.bench.manual import byol
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -299,6 +300,15 @@ def _flat(values: Any) -> list[float]:
 )
 def test_equal_to_one_device(stages: int, devices: int, names: list[str]) -> None:
     _same(run_ranks(devices, _fit, names, stages, devices), names, f"{stages} stages, {devices} devices")
+
+
+@pytest.mark.slow
+def test_parameters_that_several_stages_use_equal_one_device() -> None:
+    """A BYOL: both views go through the encoder, on two stages, and each of them moves its own copy of the target."""
+    expected = byol.fit(0, 1)
+    for state in run_ranks(2, byol.fit, 2, 1):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-13, msg=name)
 
 
 class Drawn(Codebook):
