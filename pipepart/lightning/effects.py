@@ -17,7 +17,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from pipepart.errors import CaptureError, ConfigError
-from pipepart.lightning.attributes import attribute_setter
+from pipepart.lightning.attributes import attribute_setter, metric_setter
 from pipepart.lightning.follows import Follows, Sizes, follows, shape_of, sizes_of
 from pipepart.lightning.fresh_metrics import FreshMetric
 from pipepart.lightning.lightning_step import Logs, detached, record_lightning_step, with_class
@@ -50,7 +50,8 @@ class Effect:
 
     kind: str
     """"log", "set", "number" (computed from others), a method of a container ("append", "extend", "setitem", "setdefault",
-    "add", ...; "call" for others), or a method of a metric: "forward", "update", "compute", "reset"."""
+    "add", ...; "call" for others), a method of a metric ("forward", "update", "compute", "reset"), or "configure": an
+    attribute of a metric is set."""
     target: str
     """The attribute or the metric, as a path from the module, or the logged name."""
     ordinal: int
@@ -66,7 +67,7 @@ class Effect:
 
     @property
     def on_metric(self) -> bool:
-        return self.kind in ("forward", "update", "compute", "reset")
+        return self.kind in ("forward", "update", "compute", "reset", "configure")
 
     @property
     def uses_metric(self) -> bool:
@@ -176,7 +177,8 @@ class _Watch(Logs):
         with ExitStack() as stack:
             for path, metric in self.metrics.items():
                 members_ = metric_members(path, metric, self.note, self.fresh.get(path))
-                stack.enter_context(with_class(metric, members_))
+                setter = metric_setter(self, path, type(metric).__setattr__)
+                stack.enter_context(with_class(metric, {**members_, "__setattr__": setter}))
             stack.enter_context(with_class(self.module, members))
             yield
 
