@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipepart.errors import ConfigError
+from pipepart.lightning.fresh_metrics import names_of_all
 from pipepart.lightning.metrics import Later
 from pipepart.lightning.watched_containers import Watch, Watched, is_container, wrapped
 from pipepart.recording.inputs import trees
@@ -25,7 +26,7 @@ from pipepart.recording.recorded_run.failures import Keeps
 from pipepart.recording.recorded_run.symbols import is_tracked
 from pipepart.recording.recorded_run.tensors import holds_tensors
 
-__all__ = ["attribute_setter", "parts_watched"]
+__all__ = ["attribute_setter", "metric_setter", "parts_watched"]
 
 
 class Notes(Watch, Protocol):
@@ -33,7 +34,7 @@ class Notes(Watch, Protocol):
 
     is_running: bool
 
-    def note(self, kind: str, target: str, value: Any) -> int: ...
+    def note(self, kind: str, target: str, value: Any, options: dict[str, Any] | None = None) -> int: ...
 
     def gave(self, text: str, value: Any) -> None: ...
 
@@ -101,6 +102,25 @@ def parts_watched(notes: PartNotes) -> Iterator[None]:
         base.__setattr__ = assign
 
 
+def metric_setter(notes: Notes, path: str, assign: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
+    """Return the ``__setattr__`` of the metric at a path, for a step that is recorded. `assign` is the original one.
+
+    A step may set options of a metric before it feeds it, such as a scale. States belong to the methods of the metric.
+    """
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        own = name in OWN_NAMES or name in names_of_all() or name in getattr(self, "_defaults", {})
+        if notes.is_running and not own and not _is_same_part(self, name, value):
+            reads = active()
+            if reads is not None:
+                reads.wrote(self, name)
+            _check(self, name, value, f"self.{path}")
+            notes.note("configure", path, value, {"name": name})
+        assign(self, name, value)
+
+    return set_attribute
+
+
 def _is_same_part(module: nn.Module, name: str, value: Any) -> bool:
     """Whether the attribute is set to the parameter or the submodule that it is."""
     return any(registry.get(name) is value is not None for registry in (module._parameters, module._modules))
@@ -121,8 +141,8 @@ def _check_buffer(module: nn.Module, name: str, value: Any) -> None:
     )
 
 
-def _check(module: nn.Module, name: str, value: Any) -> None:
-    where = f"the step sets self.{name}"
+def _check(module: nn.Module, name: str, value: Any, owner: str = "self") -> None:
+    where = f"the step sets {owner}.{name}"
     if name in module._parameters or name in module._modules or isinstance(value, nn.Module):
         raise ConfigError(f"{where}, a part of the model: a recorded step cannot replace it. Replace it in a hook.")
     if name in module._buffers:

@@ -17,7 +17,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from pipepart.errors import CaptureError, ConfigError
-from pipepart.lightning.attributes import attribute_setter, parts_watched
+from pipepart.lightning.attributes import attribute_setter, metric_setter, parts_watched
 from pipepart.lightning.follows import Sizes, follows, shape_of, sizes_of
 from pipepart.lightning.fresh_metrics import FreshMetric
 from pipepart.lightning.lightning_step import Logs, detached, record_lightning_step, with_class
@@ -131,7 +131,8 @@ class _Watch(Logs):
         with ExitStack() as stack:
             for path, metric in self.metrics.items():
                 members_ = metric_members(path, metric, self.note, self.fresh.get(path))
-                stack.enter_context(with_class(metric, members_))
+                setter = metric_setter(self, path, type(metric).__setattr__)
+                stack.enter_context(with_class(metric, {**members_, "__setattr__": setter}))
             stack.enter_context(parts_watched(self))
             stack.enter_context(with_class(self.module, members))
             yield

@@ -8,21 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
 from torchmetrics import Metric
 
-__all__ = ["NOT_FRESH", "FreshMetric"]
+__all__ = ["NOT_FRESH", "FreshMetric", "names_of_all"]
 
 NOT_FRESH: Any = object()
 """Instead of a value that depends on earlier batches."""
+
+
+@cache
+def names_of_all() -> frozenset[str]:
+    """The attributes that torchmetrics itself keeps in every metric, and methods that a recording replaces."""
+
+    class Plain(Metric):
+        def update(self) -> None: ...
+
+        def compute(self) -> None: ...
+
+    return frozenset((*vars(Plain()), "update", "compute", "reset", "forward"))
 
 
 class FreshMetric:
     """A copy of a metric that sees only the batch of one run of a step."""
 
     def __init__(self, metric: Metric) -> None:
+        self._original, self._known = metric, dict(vars(metric))
         groups = [part.process_group for part in metric.modules() if isinstance(part, Metric)]
         self.metric = deepcopy(metric, {id(group): group for group in groups if group is not None})
         for part in self.metric.modules():
@@ -38,6 +52,7 @@ class FreshMetric:
     def call(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The value of ``forward``, or of ``compute`` after ``reset`` in the same step; `NOT_FRESH` if there is none."""
         metric = self.metric
+        self._follow()
         if kind == "forward":
             self._is_fresh = False
             metric.reset()
@@ -54,6 +69,13 @@ class FreshMetric:
             metric._computed = None
             return value
         return NOT_FRESH
+
+    def _follow(self) -> None:
+        """Take over attributes that the step has set on the metric itself. States are those of the batch alone."""
+        for name, value in vars(self._original).items():
+            is_own = name in self.metric._defaults or name in names_of_all()
+            if not is_own and self._known.get(name, NOT_FRESH) is not value:
+                vars(self.metric)[name] = value
 
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The value of the batch. Only `forward` gives gradients, as in torchmetrics."""

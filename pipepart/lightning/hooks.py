@@ -43,11 +43,28 @@ def follow_hooks(trainer: Trainer, module: LightningModule, runtime: StageRuntim
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for name in sorted(_hooks_of(of(trainer).Callback)):
             function = getattr(callback, name, None)
-            if callable(function) and not of_library(function):
-                patches.put(callback, name, hooks.followed(function, callback, name))
+            if not callable(function):
+                continue
+            called = function if of_library(function) else hooks.followed(function, callback, name)
+            if isinstance(callback, of(trainer).ProgressBar) and name.endswith("_end") and "_batch_" not in name:
+                called = _shown(called, trainer)
+            if called is not function:
+                patches.put(callback, name, called)
     # The module itself stays as it is: its attributes are state that recordings compare.
     calls: Any = of(trainer).module("pytorch.trainer.call")
     patches.put(calls, "_call_lightning_module_hook", hooks.of_module(calls._call_lightning_module_hook))
+
+
+def _shown(function: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
+    """A hook of a progress bar, which reads logged metrics on the first rank only: all ranks compute them before."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with aside():
+            _ = trainer.progress_bar_metrics
+        return function(*args, **kwargs)
+
+    return call
 
 
 class _Hooks:

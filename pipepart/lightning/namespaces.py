@@ -22,7 +22,7 @@ _HOMES = {
     "fabric.utilities.rank_zero": ("rank_zero_only", "rank_zero_warn"),
     "fabric.utilities.seed": ("_collect_rng_states", "_set_rng_states"),
     "pytorch": ("Callback", "LightningDataModule", "LightningModule", "Trainer"),
-    "pytorch.callbacks": ("BaseFinetuning", "ModelCheckpoint", "ModelSummary"),
+    "pytorch.callbacks": ("BaseFinetuning", "ModelCheckpoint", "ModelSummary", "ProgressBar"),
     "pytorch.core.optimizer": ("LightningOptimizer", "_init_optimizers_and_lr_schedulers"),
     "pytorch.loggers": ("TensorBoardLogger", "WandbLogger"),
     "pytorch.plugins.io.wrapper": ("_WrappingCheckpointIO",),

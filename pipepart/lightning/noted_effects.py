@@ -21,9 +21,9 @@ class Effect:
     """One effect of a step."""
 
     kind: str
-    """"log", "set", "number" (computed from others), "outward" (a print, a call of a logger), a method of a
-    container ("append", "extend", "setitem", "setdefault",
-    "add", ...; "call" for others), or a method of a metric: "forward", "update", "compute", "reset"."""
+    """"log", "set", "number" (computed from others), "outward" (a print, a call of a logger), a method of a container
+    ("append", "extend", "setitem", "setdefault", "add", ...; "call" for others), a method of a metric ("forward", "update",
+    "compute", "reset"), or "configure": an attribute of a metric is set."""
     target: str
     """The attribute or the metric, as a path from the module, or the logged name."""
     ordinal: int
@@ -39,7 +39,7 @@ class Effect:
 
     @property
     def on_metric(self) -> bool:
-        return self.kind in ("forward", "update", "compute", "reset")
+        return self.kind in ("forward", "update", "compute", "reset", "configure")
 
     @property
     def uses_metric(self) -> bool:

@@ -114,14 +114,17 @@ def _guessed(values: Sequence[Any], whole: Any, follows: Follows, checked: bool)
 
 def _feed(effect: Effect, metric: Any, result: StepResult, known: dict[int, Any]) -> Any:
     """Call the metric with the whole batch, or once for each micro-batch if its arguments cannot be combined."""
-    call = getattr(metric, effect.kind)
     parts = {position: result.outputs[index] for position, index in effect.outputs.items()}
     if all(_can_merge(part, effect.follows[position], result.sizes) for position, part in parts.items()):
         laws = {p: result.laws[index] for p, index in effect.outputs.items()}
         whole = {p: merge_values(part, effect.follows[p], result.sizes, "mean", laws[p]) for p, part in parts.items()}
+        if effect.kind == "configure":
+            return _configure(metric, effect, _filled(effect, whole, known))
         args, kwargs = _filled(effect, whole, known)
-        return call(*args, **kwargs)
-    answers = []
+        return getattr(metric, effect.kind)(*args, **kwargs)
+    if effect.kind == "configure":  # as after a run over the micro-batches one after the other
+        return _configure(metric, effect, _filled(effect, {p: part[-1] for p, part in parts.items()}, known))
+    answers, call = [], getattr(metric, effect.kind)
     for index in range(len(result.sizes)):
         args, kwargs = _filled(effect, {p: part[index if len(part) > 1 else 0] for p, part in parts.items()}, known)
         answers.append(call(*args, **kwargs))
@@ -131,6 +134,12 @@ def _feed(effect: Effect, metric: Any, result: StepResult, known: dict[int, Any]
     value = trees.unflatten([merge_values(v, Follows(()), result.sizes, "mean") for v in zip(*flat)], tree)
     if isinstance(metric, Metric):
         metric._forward_cache = value
+    return value
+
+
+def _configure(metric: Any, effect: Effect, value: Any) -> Any:
+    """Set the attribute of a metric that the step has set."""
+    setattr(metric, effect.options["name"], value)
     return value
 
 
@@ -214,6 +223,8 @@ def _apply(
             _remember(metrics[effect.target], values[effect.ordinal])
         elif effect.kind == "reset" and not runtime.is_last:
             metrics[effect.target].reset()
+        elif effect.kind == "configure" and not runtime.is_last:
+            _configure(metrics[effect.target], effect, values[effect.ordinal])
         return
     if effect.ordinal in values:
         computed = dict(zip(sorted(effect.outputs), values[effect.ordinal]))

@@ -254,7 +254,7 @@ class GraphBuilder:
             return type(value)(*(self.argument(item) for item in value))
         if isinstance(value, tuple):
             return tuple(self.argument(item) for item in value)
-        if type(value) in (list, range):
+        if isinstance(value, (list, range)):
             return [self.argument(item) for item in value]
         if type(value) is dict and all(isinstance(key, str) for key in value):
             return {key: self.argument(item) for key, item in value.items()}

@@ -34,8 +34,8 @@ def unwrap(value: Any) -> Any:
         return symbols.plain(value)
     if isinstance(value, torch.Size):
         return torch.Size([symbols.plain(item) for item in value])
-    if type(value) in (tuple, list):
-        return type(value)(unwrap(item) for item in value)
+    if isinstance(value, list) or type(value) is tuple:
+        return (tuple if type(value) is tuple else list)(unwrap(item) for item in value)
     if type(value) is dict:
         return {key: unwrap(item) for key, item in value.items()}
     if isinstance(value, slice):

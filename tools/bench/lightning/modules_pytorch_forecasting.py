@@ -87,12 +87,12 @@ def _nbeats() -> None:
     _train("NBeats", {**options, "expansion_coefficient_lengths": [3, 3]}, "MASE", covariates=False)
 
 
-@CASES.add("pytorch_forecasting.nhits")
+@CASES.add("pytorch_forecasting.nhits", draws=True, remark="without the dropout of its static encoder")
 def _nhits() -> None:
     _train("NHiTS", {"hidden_size": 8, "dropout": 0.0}, "MAE")
 
 
-@CASES.add("pytorch_forecasting.deepar")
+@CASES.add("pytorch_forecasting.deepar", draws=True, remark="draws fixed: its validation samples")
 def _deepar() -> None:
     _train("DeepAR", _CELL, "NormalDistributionLoss")
 

@@ -24,6 +24,7 @@ def load() -> None:
 def _train(model: str, options: dict[str, Any], setup: dict[str, Any] | None = None, **training: Any) -> None:
     import scvi
 
+    scvi.settings.seed = 0  # the split into training and validation is another one in each process without
     data = scvi.data.synthetic_iid(batch_size=24, n_genes=20, n_proteins=6, n_regions=10)
     kind = getattr(scvi.model, model)
     kind.setup_anndata(data, **{"batch_key": "batch", **(setup or {})})

@@ -190,5 +190,11 @@ def fixed_draws() -> None:
     def like(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
         return fixed(tensor.shape, dtype=options.get("dtype", tensor.dtype), device=tensor.device)
 
+    def scaled(mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> torch.Tensor:
+        given = next((value for value in (mean, std) if isinstance(value, torch.Tensor)), None)
+        if given is None:
+            return mean + std * fixed(size, **options)
+        return mean + std * like(torch.broadcast_tensors(torch.as_tensor(mean), torch.as_tensor(std))[0].to(given))
+
     utils._standard_normal = normal._standard_normal = standard  # type: ignore[attr-defined]
-    torch.randn, torch.randn_like = fixed, like  # type: ignore[assignment]
+    torch.randn, torch.randn_like, torch.normal = fixed, like, scaled  # type: ignore[assignment]
