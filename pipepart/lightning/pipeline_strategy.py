@@ -26,6 +26,7 @@ from pipepart.lightning.launcher import launcher_for
 from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.namespaces import of
+from pipepart.lightning.one_process import OneProcess
 from pipepart.lightning.own_backward import hand_over_by_backward
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.ranks import RankCollectives, device_of
@@ -64,7 +65,7 @@ _TRACED = frozenset({3, 10})
     "barrier", "broadcast", "reduce", "all_gather", "reduce_boolean_decision",
 )  # fmt: skip
 class PipelineStrategy(
-    LatePlans, RunParts, BoundStrategy, HookedStrategy, RankCollectives, RunFeatures, ParallelStrategy
+    LatePlans, RunParts, OneProcess, BoundStrategy, HookedStrategy, RankCollectives, RunFeatures, ParallelStrategy
 ):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
@@ -201,14 +202,17 @@ class PipelineStrategy(
 
     def set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        if not self._alone:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         of(self).rank_zero_only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         _ = self.mesh  # raises here, before any process is started, if the devices do not fit the stages
-        self._launcher = launcher_for(of(self), self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = None
+        if not self._alone:
+            self._launcher = launcher_for(of(self), self.cluster_environment, self.num_processes, self.num_nodes)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -222,6 +226,8 @@ class PipelineStrategy(
         if trainer.state.fn == "fit":
             check_module(module)
         self._checkpoints.await_setup()
+        if self._alone and self.cluster_environment is not None:
+            self.cluster_environment.validate_settings(num_devices=1, num_nodes=1)
         super().setup_environment()
         local_device(self.local_rank, self.root_device)  # the current one, which not every accelerator sets
         assert self.cluster_environment is not None
