@@ -94,6 +94,8 @@ class Step:
     """Returns the segments of this step, which are run in its place, after it was recorded; None: it is run itself."""
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context in which the step is checked: only its own parameters are trained."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context around the recording of the step at set-up, on every rank."""
 
 
 def example_microbatch(

@@ -53,7 +53,7 @@ def record_example(job: Job, step: Step, batch: Any) -> tuple[Example, Recorded]
 
 def _recorded(job: Job, step: Step, example: Example) -> Recorded:
     step.mode()
-    with guarded(job.groups), collectives_refused(job.root):
+    with guarded(job.groups), step.around(), collectives_refused(job.root):
         return step.record(example)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pipepart.errors import ConfigError
@@ -51,16 +50,6 @@ class Launcher(_SubprocessScriptLauncher):
             "a notebook cannot start its processes by running a script again. Use strategy='pipepart_notebook', or "
             "pipepart.NotebookStrategy(...) with the same options, which starts them by fork; or run a script."
         )
-
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the other processes and call the function. If there are none, no thread watches them."""
-        patches = RunPatches()
-        if self.num_nodes * self.num_processes == 1:
-            patches.put(self.home, "_launch_process_observer", lambda processes: patches.undo())
-        try:
-            return super().launch(function, *args, **kwargs)
-        finally:
-            patches.undo()
 
     def _call_children_scripts(self) -> None:
         if self.num_nodes * self.num_processes > 1:

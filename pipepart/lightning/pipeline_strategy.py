@@ -14,18 +14,19 @@ from torch.optim import Optimizer
 
 from pipepart.build import Job
 from pipepart.devices import limit_threads, local_device
-from pipepart.errors import PlanError
 from pipepart.lightning.announce import measured_against_predicted, tell
 from pipepart.lightning.binding import BoundStrategy
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.clipping import connect_clipping
-from pipepart.lightning.data import loader_number, of_rank_zero, reopen, shared_example, steps_ahead
+from pipepart.lightning.data import loader_number, reopen, shared_example, steps_ahead
 from pipepart.lightning.hooks import HookedStrategy, follow_hooks, outside_hooks
 from pipepart.lightning.kept_on_host import only_shapes, too_large
+from pipepart.lightning.late_plan import LatePlans
 from pipepart.lightning.launcher import launcher_for
 from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.namespaces import of
+from pipepart.lightning.one_process import OneProcess
 from pipepart.lightning.own_backward import hand_over_by_backward
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.ranks import RankCollectives, device_of
@@ -63,7 +64,9 @@ _TRACED = frozenset({3, 10})
     "training_step", "backward", "lightning_module_state_dict", "optimizer_state", "save_checkpoint", "make_whole",
     "barrier", "broadcast", "reduce", "all_gather", "reduce_boolean_decision",
 )  # fmt: skip
-class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives, RunFeatures, ParallelStrategy):
+class PipelineStrategy(
+    LatePlans, RunParts, OneProcess, BoundStrategy, HookedStrategy, RankCollectives, RunFeatures, ParallelStrategy
+):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
     ```python
@@ -152,7 +155,8 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
         return {"num_replicas": self.mesh.replicas, "rank": self.mesh.replica_of(self.global_rank)}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        kept = read_once(dataloader) if self._steps is None else dataloader  # planning opens it before the run does
+        early = self._steps is None and not self._late  # planning opens it before the run does
+        kept = read_once(dataloader) if early else dataloader
         return self._ranks.loader(self._batches.loader(kept))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -198,14 +202,17 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
 
     def set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        if not self._alone:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         of(self).rank_zero_only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         _ = self.mesh  # raises here, before any process is started, if the devices do not fit the stages
-        self._launcher = launcher_for(of(self), self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = None
+        if not self._alone:
+            self._launcher = launcher_for(of(self), self.cluster_environment, self.num_processes, self.num_nodes)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -219,6 +226,8 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
         if trainer.state.fn == "fit":
             check_module(module)
         self._checkpoints.await_setup()
+        if self._alone and self.cluster_environment is not None:
+            self.cluster_environment.validate_settings(num_devices=1, num_nodes=1)
         super().setup_environment()
         local_device(self.local_rank, self.root_device)  # the current one, which not every accelerator sets
         assert self.cluster_environment is not None
@@ -246,6 +255,7 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
         self._patches.undo()  # those of a run that has ended without a teardown
         connect_callbacks(trainer, self._patches, self._ranks.gather)
         self._whole.enter(module, fitting)
+        self._late = False
         if self._whole.runtime is None:
             self._steps = None  # releases the runtime of an earlier run
             check_can_be_filled(module)
@@ -259,7 +269,7 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
                 if example is not None:
                     opened = self._options.example_batch is None
                     self._opened = opened and fitting
-                    self._build(trainer, module, step, example, loader_number(trainer, opened, self._patches))
+                    self._plan_or_wait(step, example, loader_number(trainer, opened, self._patches))
         if self._steps is not None:
             self._steps.start(self.step_times, self._seed)
         self._checkpoints.load_waiting(module, self._whole.runtime)
@@ -313,26 +323,6 @@ class PipelineStrategy(RunParts, BoundStrategy, HookedStrategy, RankCollectives,
             follow_hooks(trainer, module, self.runtime, self._patches)
 
     # ---- steps
-
-    def _planned_with(self, step: str, batch: Any, loader: int | None = None) -> RecordedSteps:
-        """The recorded steps. A run that was set up without data (`limit_train_batches=0`) is planned with this batch."""
-        if self._steps is None:
-            module, trainer = self._module_and_trainer()
-            with guarded(self._ranks.groups), isolate_rng():
-                self._build(trainer, module, step, of_rank_zero(trainer, batch, self.broadcast), loader)
-                self._recorded.start(self.step_times, self._seed)
-                self._follow_hooks(trainer, module)
-        elif step == "training_step" and step not in self._steps.variants:
-            raise PlanError(
-                "there was no training batch when the run was set up, so the pipeline was planned with an evaluation step. "
-                "Give the strategy `example_batch`, a batch of the training data."
-            )
-        return self._recorded
-
-    @property
-    def _recorded(self) -> RecordedSteps:
-        assert self._steps is not None
-        return self._steps
 
     def training_step(self, batch: Any, batch_idx: int = 0, *args: Any) -> Any:
         """Forward and backward of all micro-batches. The new gradients are kept apart until `backward` is called."""

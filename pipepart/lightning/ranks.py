@@ -78,7 +78,7 @@ class Ranks:
         A job of one process has no group, as on one device: Lightning and torchmetrics ask for one to see whether to reduce.
         """
         timeout, store = timedelta(seconds=self.timeout), None
-        if environment.world_size() == 1:
+        if self.mesh.world_size == 1 or environment.world_size() == 1:
             return
         if not dist.is_initialized():
             rank, world = environment.global_rank(), environment.world_size()

@@ -19,6 +19,7 @@ from pipepart.errors import CaptureError
 from pipepart.lightning.announce import tell
 from pipepart.lightning.data import batches_ahead, prepare, received, why_not_ahead
 from pipepart.lightning.effects import record_with_effects
+from pipepart.lightning.late_plan import all_or_none
 from pipepart.lightning.manual_run import ManualSteps
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.noted_effects import Effects
@@ -69,12 +70,17 @@ class RecordedSteps:
     def build(self, step: str, batch: Any, loader: int | None = None) -> Built:
         """Record the first step on a batch, agree on a plan, and keep this rank's stage. Every rank must call it.
 
-        `loader` is the number of the loader of the batch, if the step gets it.
+        All ranks raise `NotYet` if the step raises an error of its own. `loader` is the number of the loader of the batch, if
+        the step gets it.
         """
         trains = step == "training_step"
         self._optimize_manually(step)
         first = Step(
-            step, lambda example: self._record(step, step, example, loader), trains, segments=self._segments(step, step)
+            step,
+            lambda example: self._record(step, step, example, loader),
+            trains,
+            segments=self._segments(step, step),
+            around=lambda: all_or_none(self._job.groups),
         )
         with _something_trained(self._module) if trains else nullcontext():
             built = build(self._job, first if trains else replace(first, mode=self._module.eval), batch)

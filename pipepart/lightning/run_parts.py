@@ -34,6 +34,8 @@ class RunParts:
     _plan: Plan | None
     _opened: bool
     """Whether planning has opened the loader of a fit, which therefore starts again."""
+    _late: bool
+    """Whether the plan could not be made at set-up, so that it is made later."""
     _large: bool
     _seed: int
     """The seed of rank 0 when the run was set up."""
@@ -47,7 +49,7 @@ class RunParts:
         self._batches = BatchPlaces(lambda: own._module_and_trainer()[1], self._whole)
         self._patches = RunPatches()
         self._steps = self._signals = self._scaling = self._plan = None
-        self._opened = self._large = False
+        self._opened = self._late = self._large = False
         self._seed = 0
 
     @property

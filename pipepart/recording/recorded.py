@@ -46,7 +46,8 @@ class Input:
     value: Any = None
     dynamic: tuple[bool, ...] = ()
     place: Place | None = None
-    """The place of this number in the user's Python state; `value` is then its type."""
+    """The place of this number in the user's Python state; `value` is then its type. That of other numbers is that of the
+    example."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,14 +111,14 @@ class Recording:
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """Return the leaves of the arguments in the order of `inputs`; a `CaptureError` names the leaf that does not fit.
 
-        For a step: ``flatten((batch,), {"batch_idx": 3})``; numbers that are not given count as 0.
+        For a step: ``flatten((batch,), {"batch_idx": 3})``; numbers that are not given are those of the example.
         """
         if self.step is not None:
             leaves, tree = trees.flatten(args[0] if len(args) == 1 else args)
             numbers = dict(kwargs or {}) if tree == self.input_tree else {}
             own = self.inputs[len(leaves) :]  # after the leaves of the batch, which may be a number itself
             extra = [spec for spec in own if spec.path == spec.name and spec.kind == "number"]
-            leaves += [numbers.pop(spec.name, 0) for spec in extra]
+            leaves += [numbers.pop(spec.name, 0 if spec.value is None else spec.value) for spec in extra]
             if numbers:
                 raise CaptureError(
                     f"{self.step}: unknown numbers {sorted(numbers)}; expected: {[spec.name for spec in extra]}"

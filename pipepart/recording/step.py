@@ -66,7 +66,7 @@ def record_step(
     leaves = leaves if batching is None else batching.first(leaves)
     paths = [f"batch{path}" for path in trees.leaf_paths(tree)]
     inputs = [describe_leaf(leaf, path, numbers=True) for leaf, path in zip(leaves, paths)]
-    inputs += [Input(name, name, "number") for name in given]
+    inputs += [Input(name, name, "number", value=value) for name, value in given.items()]
     count = len(leaves)
     moved: list[int] = []
 

@@ -318,3 +318,15 @@ def test_a_run_in_one_process_watches_no_others() -> None:
     module, train, _ = build("boring")
     _trainer(1, max_steps=1).fit(module, train)
     assert not [thread for thread in threading.enumerate() if "Observer" in type(thread).__name__]
+
+
+def test_one_process_needs_no_variables_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of a job of SLURM without those of its ranks, as in an interactive shell of it."""
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    module, train, _ = build("boring")
+    trainer = _trainer(1, max_steps=1)
+    trainer.fit(module, train)
+    assert (trainer.global_rank, trainer.world_size, trainer.global_step) == (0, 1, 1)

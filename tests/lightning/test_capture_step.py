@@ -318,7 +318,7 @@ def draws_outside(self, batch, loss):
         (counts, "count"),
         (steps_itself, "manual_backward"),
         (draws_outside, "outside torch"),
-        (lambda self, batch, loss: None, "no loss"),
+        (lambda self, batch, loss: {"other": loss.detach()}, "no loss"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_with_its_reason(body, words):

@@ -1,0 +1,157 @@
+"""Plans that are made later than at set-up, since a step needs what hooks set when a run starts.
+
+Set-up comes before `on_fit_start` and `on_train_start`. If a training step raises an error of its own when it is recorded there
+(an attribute that does not exist yet, an assertion), it is recorded once more after `on_fit_start`, and at last with the first
+batch, where the same error would be raised on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pipepart.errors import PipelineError, PipepartError, PlanError
+from pipepart.lightning.announce import tell
+from pipepart.lightning.data import of_rank_zero
+from pipepart.lightning.materialise import empty_names
+from pipepart.lightning.random_states import isolate_rng
+from pipepart.lightning.run_patches import RunPatches
+from pipepart.lightning.wholeness import Wholeness, move_to_device
+from pipepart.runtime import Groups
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.meeting import gather_objects
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+
+    from pipepart.lightning.ranks import Ranks
+    from pipepart.lightning.recorded_steps import RecordedSteps
+
+__all__ = ["LatePlans", "NotYet", "all_or_none"]
+
+
+class NotYet(Exception):
+    """A step has raised an error of its own while it was recorded. All ranks raise it together."""
+
+    _pipepart_told = True  # it is no failure of a rank that others have to hear of
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def all_or_none(groups: Groups | None) -> Iterator[None]:
+    """Around the recording of a step: if code of the user raises an error on a rank, all ranks raise `NotYet`."""
+    error: Exception | None = None
+    try:
+        yield
+    except PipepartError:
+        raise
+    except Exception as raised:
+        error = raised
+    mine = "" if error is None else f"{type(error).__name__}: {error}"
+    found = [mine] if groups is None else gather_objects(mine, groups)
+    failed = next((rank for rank, text in enumerate(found) if text), None)
+    if failed is not None:
+        raise NotYet(error or PipelineError(f"the step has failed on rank {failed}: {found[failed]}")) from error
+
+
+class LatePlans:
+    """The part of a strategy that makes its plan: at set-up, before the loops run, or with the first batch."""
+
+    _steps: RecordedSteps | None
+    _whole: Wholeness
+    _ranks: Ranks
+    _patches: RunPatches
+    _late: bool
+    _large: bool
+    _seed: int
+    step_times: list[float]
+
+    if TYPE_CHECKING:
+
+        @property
+        def root_device(self) -> torch.device: ...
+
+        def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+
+        def _module_and_trainer(self) -> tuple[LightningModule, Trainer]: ...
+
+        def _build(
+            self, trainer: Trainer, module: LightningModule, step: str, example: Any, loader: int | None
+        ) -> None: ...
+
+        def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None: ...
+
+    @property
+    def _recorded(self) -> RecordedSteps:
+        assert self._steps is not None
+        return self._steps
+
+    def _plan_or_wait(self, step: str, example: Any, loader: int | None) -> None:
+        """Plan at set-up. If the step is not ready for that, a plan is made before the loops run, or with a batch."""
+        module, trainer = self._module_and_trainer()
+        try:
+            self._build(trainer, module, step, example, loader)
+        except NotYet as later:
+            if self._large or empty_names(module):  # no rank can hold the whole module until then
+                raise later.error from None
+            self._steps, self._late = None, True
+            if step == "training_step":
+                self._before_the_loops(trainer, example)
+
+    def _before_the_loops(self, trainer: Trainer, example: Any) -> None:
+        """Plan after `on_fit_start`, and before anything runs. If that is too early, the first batch is left to do it."""
+        run: Any = trainer._run_stage
+
+        def run_stage() -> Any:
+            try:
+                self._plan_now("training_step", example, None)
+            except NotYet as later:
+                name = type(trainer.lightning_module).__name__
+                tell(
+                    f"pipepart: {name}.training_step raises {type(later.error).__name__} before training has started, so the "
+                    "pipeline is planned with the first batch\n"
+                )
+            return run()
+
+        self._patches.put(trainer, "_run_stage", run_stage)
+
+    def _plan_now(self, step: str, batch: Any, loader: int | None) -> None:
+        module, trainer = self._module_and_trainer()
+        try:
+            with guarded(self._ranks.groups), isolate_rng():
+                self._build(trainer, module, step, batch, loader)
+                self._recorded.start(self.step_times, self._seed)
+                self._follow_hooks(trainer, module)
+        except NotYet:
+            self._steps = None
+            raise
+
+    def _planned_with(self, step: str, batch: Any, loader: int | None = None) -> RecordedSteps:
+        """The recorded steps. A run that was set up without a plan is planned with this batch.
+
+        If steps of an evaluation came first, the plan was made for them; it is made anew for training.
+        """
+        module, trainer = self._module_and_trainer()
+        missing = self._steps is not None and step == "training_step" and step not in self._steps.variants
+        if missing and not self._late:
+            raise PlanError(
+                "there was no training batch when the run was set up, so the pipeline was planned with an evaluation step. "
+                "Give the strategy `example_batch`, a batch of the training data."
+            )
+        if missing:
+            self._steps = None
+            self._whole.make_whole()
+            move_to_device(module, self.root_device)
+        if self._steps is None:
+            with guarded(self._ranks.groups):
+                batch = of_rank_zero(trainer, batch, self.broadcast)
+            try:
+                self._plan_now(step, batch, loader)
+            except NotYet as later:
+                raise later.error from None
+        return self._recorded
