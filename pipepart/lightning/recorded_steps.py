@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from pipepart.lightning.manual_run import ManualSteps
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.noted_effects import Effects
 from pipepart.lightning.repeat_effects import repeat_effects
-from pipepart.lightning.step_updates import check_updates
+from pipepart.lightning.step_updates import StepUpdates, taken_out
 from pipepart.lightning.trainer_views import number_of_trainer
 from pipepart.recording import Recording
 from pipepart.recording.model_state.places import Place
@@ -61,6 +62,7 @@ class RecordedSteps:
         """Whether the model was built on the meta device, so that no rank has ever held all of it."""
         self._manual: ManualSteps | None = None
         """The segments of training steps with manual optimization."""
+        self._updates = StepUpdates()
         self._continues = False
         """Whether gradients of earlier batches are kept for the next batch, to make one step of the optimizer."""
         self._seconds: list[float] = []
@@ -141,7 +143,10 @@ class RecordedSteps:
             separate=self.effects[name].separate,
             context=self._job.context,
         )
+        numbers = partial(self._all_numbers, name, batch_idx, None)
+        self._updates.run(name, True, numbers, runtime)
         result = runtime.train(request, name)
+        self._updates.run(name, False, numbers, runtime)
         self._continues = accumulates and not forward
         if forward:  # a callback wants the batch statistics of the step only
             runtime.parameters.take_gradients()
@@ -167,7 +172,10 @@ class RecordedSteps:
             context=self._job.context,
             draw_key=runtime.seeds.of_step(step, trained, loader or 0, batch_idx),
         )
+        numbers = partial(self._all_numbers, name, batch_idx, loader)
+        self._updates.run(name, True, numbers, runtime)
         result = runtime.evaluate(request, name)
+        self._updates.run(name, False, numbers, runtime)
         return repeat_effects(self.effects[name], result, runtime.recording(name), self._module, runtime)
 
     def _find(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> tuple[str, list[Any] | None]:
@@ -251,9 +259,12 @@ class RecordedSteps:
         self.effects[name] = effects
         if notes is not None and self._manual is not None:
             self._manual.cut(name, recording, notes, example.batch, self._numbers(batch_idx, loader))
+        if notes is None:
+            options = self._job.options
+            count = 1 if options.loss == "microbatch" else options.microbatches
+            recording, update = taken_out(recording, count, self.empty)
+            self._updates.add(name, update)
         if training:
-            if self._job.options.loss != "microbatch":
-                check_updates(recording, self._job.options.microbatches)
             self._trainable = _trainable(self._module)
         given = self._numbers_of(recording, self._numbers(batch_idx, loader))
         return Recorded(recording, effects.reduced_otherwise, effects.averaged, given)
@@ -312,6 +323,13 @@ class RecordedSteps:
         own = {key: value for key, value in numbers.items() if key in wanted}
         rates = {name: number_of_trainer(self._module.trainer, name) for name in wanted}
         return own | {name: rate for name, rate in rates.items() if rate is not None}
+
+    def _all_numbers(self, name: str, batch_idx: int, loader: int | None) -> dict[str, Any]:
+        """All numbers of a step, on every rank."""
+        recording = self.runtime.recording(name)
+        numbers = self._numbers_of(recording, self._numbers(batch_idx, loader))
+        places = {item.name: item.place for item in recording.inputs if item.place is not None}
+        return numbers | {name: place.read() for name, place in places.items()}
 
     def _flatten(self, batch: Any, batch_idx: int, loader: int | None) -> Callable[[Recording], list[Any]]:
         """A function that returns the leaves of a batch and the numbers of its step, as a recording takes them."""
