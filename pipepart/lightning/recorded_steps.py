@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.noted_effects import Effects
 from pipepart.lightning.repeat_effects import repeat_effects
 from pipepart.lightning.skipped_steps import check_skipped_batch
-from pipepart.lightning.step_updates import check_updates
+from pipepart.lightning.step_updates import StepUpdates, taken_out
 from pipepart.lightning.trainer_views import number_of_trainer
 from pipepart.recording import Recording
 from pipepart.recording.model_state.places import Place
@@ -63,6 +64,7 @@ class RecordedSteps:
         """Whether the model was built on the meta device, so that no rank has ever held all of it."""
         self._manual: ManualSteps | None = None
         """The segments of training steps with manual optimization."""
+        self._updates = StepUpdates()
         self._continues = False
         """Whether gradients of earlier batches are kept for the next batch, to make one step of the optimizer."""
         self._seconds: list[float] = []
@@ -138,7 +140,8 @@ class RecordedSteps:
             with guarded(self._job.groups):
                 check_skipped_batch(type(self._module).__name__, self._job.mesh)
             self._continues = self._continues and accumulates
-            return self._forward(name, "training_step", leaves, trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+            number = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+            return self._forward(name, leaves, batch_idx, None, runtime.seeds.of_step("training_step", number))
         ahead = [] if self._continues or forward else self._leaves_ahead(name, batch_idx)
         started = time.perf_counter()
         request = StepRequest(
@@ -153,7 +156,10 @@ class RecordedSteps:
             separate=self.effects[name].separate,
             context=self._job.context,
         )
+        numbers = partial(self._all_numbers, name, batch_idx, None)
+        self._updates.run(name, True, numbers, runtime)
         result = runtime.train(request, name)
+        self._updates.run(name, False, numbers, runtime)
         self._continues = accumulates and not forward
         if forward:  # a callback wants the batch statistics of the step only
             runtime.parameters.take_gradients()
@@ -172,19 +178,25 @@ class RecordedSteps:
         """Forward of all micro-batches, and the effects of the step. Returns its result."""
         trained = self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         name, leaves = self._find(step, batch, batch_idx, loader)
-        return self._forward(name, step, leaves, trained, loader or 0, batch_idx)
+        key = self.runtime.seeds.of_step(step, trained, loader or 0, batch_idx)
+        return self._forward(name, leaves, batch_idx, loader, key)
 
-    def _forward(self, name: str, step: str, leaves: list[Any] | None, *number: int) -> Any:
-        """Run the forward of a recorded step, and its effects. Random draws depend on the `number` of the step."""
+    def _forward(
+        self, name: str, leaves: list[Any] | None, batch_idx: int, loader: int | None, draw_key: int | None
+    ) -> Any:
+        """Run the forward of a recorded step, and its effects."""
         runtime = self.runtime
         request = StepRequest(
             leaves=leaves,
             outputs_everywhere=True,
             separate=self.effects[name].separate,
             context=self._job.context,
-            draw_key=runtime.seeds.of_step(step, *number),
+            draw_key=draw_key,
         )
+        numbers = partial(self._all_numbers, name, batch_idx, loader)
+        self._updates.run(name, True, numbers, runtime)
         result = runtime.evaluate(request, name)
+        self._updates.run(name, False, numbers, runtime)
         return repeat_effects(self.effects[name], result, runtime.recording(name), self._module, runtime)
 
     def _find(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> tuple[str, list[Any] | None]:
@@ -268,9 +280,12 @@ class RecordedSteps:
         self.effects[name] = effects
         if notes is not None and self._manual is not None:
             self._manual.cut(name, recording, notes, example.batch, self._numbers(batch_idx, loader))
+        if notes is None:
+            options = self._job.options
+            count = 1 if options.loss == "microbatch" else options.microbatches
+            recording, update = taken_out(recording, count, self.empty)
+            self._updates.add(name, update)
         if training:
-            if self._job.options.loss != "microbatch":
-                check_updates(recording, self._job.options.microbatches)
             self._trainable = _trainable(self._module)
         given = self._numbers_of(recording, self._numbers(batch_idx, loader))
         return Recorded(recording, effects.reduced_otherwise, effects.averaged, given)
@@ -329,6 +344,13 @@ class RecordedSteps:
         own = {key: value for key, value in numbers.items() if key in wanted}
         rates = {name: number_of_trainer(self._module.trainer, name) for name in wanted}
         return own | {name: rate for name, rate in rates.items() if rate is not None}
+
+    def _all_numbers(self, name: str, batch_idx: int, loader: int | None) -> dict[str, Any]:
+        """All numbers of a step, on every rank."""
+        recording = self.runtime.recording(name)
+        numbers = self._numbers_of(recording, self._numbers(batch_idx, loader))
+        places = {item.name: item.place for item in recording.inputs if item.place is not None}
+        return numbers | {name: place.read() for name, place in places.items()}
 
     def _flatten(self, batch: Any, batch_idx: int, loader: int | None) -> Callable[[Recording], list[Any]]:
         """A function that returns the leaves of a batch and the numbers of its step, as a recording takes them."""

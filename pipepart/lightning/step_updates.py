@@ -1,24 +1,38 @@
-"""Updates of parameters and buffers inside a step that belong to the batch, not to a micro-batch, and cannot be made so."""
+"""Updates of parameters and buffers inside a step: they belong to the batch, not to a micro-batch.
+
+Updates of parameters by parameters run once for each batch, with the parameters of all stages that they need; everything else
+is refused by name.
+"""
 
 from __future__ import annotations
 
-import torch.fx as fx
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
 
 from pipepart.errors import ConfigError
+from pipepart.lightning.announce import tell
 from pipepart.recording import Recording
-from pipepart.recording.op import has_op, op_of
+from pipepart.recording.parameter_updates import ParameterUpdate, UpdateRefused, take_update
+from pipepart.runtime import StageRuntime
+from pipepart.runtime.gathering import Gathering, Wanted
 
-__all__ = ["check_updates"]
+__all__ = ["StepUpdates", "taken_out"]
+
+_DO = (
+    "Do one of these: move the update to a hook that runs once for each batch (on_train_batch_start has the same effect as the "
+    "beginning of the step; hooks may use parameters of all stages), or use microbatches=1."
+)
 
 
-def check_updates(recording: Recording, microbatches: int | str) -> None:
-    """Refuse a step that changes parameters by other parameters, unless there is one micro-batch only.
+def taken_out(recording: Recording, microbatches: int | str, empty: bool) -> tuple[Recording, ParameterUpdate | None]:
+    """Take updates of parameters out of a step; refuse other changes of what belongs to the batch.
 
-    The same holds for buffers that a module changes which is kept whole.
+    `empty`: the model was built on the meta device, so no rank can hold parameters of other stages.
     """
-    if microbatches == 1:
-        return
-    for path, (buffers, line) in recording.updates.items():
+    for path, (buffers, line) in recording.updates.items() if microbatches != 1 else ():
         why = next(
             (note for note in recording.notes if note.startswith(f"kept {path!r} whole")), f"kept {path!r} whole"
         )
@@ -27,45 +41,51 @@ def check_updates(recording: Recording, microbatches: int | str) -> None:
             f"({why}). Do one of these: update the buffer by tensor ops, which are recorded and run once for the batch; update "
             "it in the step itself or in a hook (on_train_batch_end); or use microbatches=1."
         )
-    found = _followers(recording)
-    if found:
-        name, others = next(iter(found.items()))
-        raise ConfigError(
-            f"the step changes parameter {name!r} by {sorted(others)[0]!r}: a recorded step would do so once for each "
-            "micro-batch. Do one of these: move the update to a hook that runs once for each batch (on_train_batch_start has "
-            "the same effect as the beginning of the step; hooks may use parameters of all stages), or use microbatches=1."
-        )
+    try:
+        found, update = take_update(recording)
+        if update is not None and empty:
+            raise UpdateRefused(f"the step changes parameter {update.changed[0]!r} of a model built on the meta device")
+    except UpdateRefused as refused:
+        if microbatches == 1:
+            return recording, None
+        raise ConfigError(f"{refused}: a recorded step would do so once for each micro-batch. {_DO}") from None
+    return found, update
 
 
-def _followers(recording: Recording) -> dict[str, set[str]]:
-    """The parameters that the step changes in place by values of other parameters, with those."""
-    parameters = {name for name, _ in recording.root.named_parameters(remove_duplicate=False)}
-    memory: dict[object, str] = {}
-    for node in recording.graph.nodes:
-        if node.op == "get_attr" and str(node.target) in parameters and has_op(node):
-            memory.update(dict.fromkeys(op_of(node).writes, str(node.target)))
-    found: dict[str, set[str]] = {}
-    for node in recording.graph.nodes:
-        changed = {memory[key] for key in (op_of(node).mutates if has_op(node) else ()) if key in memory}
-        if changed:
-            used = _parameters_behind(node, parameters)
-            for name in changed:
-                if used - {name}:
-                    found.setdefault(name, set()).update(used - {name})
-    return found
+class StepUpdates:
+    """The updates of parameters of all recordings of one run, by the names of the recordings."""
 
+    def __init__(self) -> None:
+        self._updates: dict[str, ParameterUpdate | None] = {}
+        self._told = False
 
-def _parameters_behind(node: fx.Node, parameters: set[str]) -> set[str]:
-    """The parameters from which the arguments of an op are computed."""
-    found: set[str] = set()
-    seen: set[fx.Node] = set()
-    todo = list(node.all_input_nodes)
-    while todo:
-        current = todo.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if current.op == "get_attr" and str(current.target) in parameters:
-            found.add(str(current.target))
-        todo += current.all_input_nodes
-    return found
+    def add(self, name: str, update: ParameterUpdate | None) -> None:
+        self._updates[name] = update
+
+    def run(self, name: str, before: bool, numbers: Callable[[], Mapping[str, Any]], runtime: StageRuntime) -> None:
+        """Run the update of a recording, before or after its step. Every rank must call it."""
+        update = self._updates.get(name)
+        if update is None or update.before != before:
+            return
+        given = numbers() if update.numbers else {}
+        arguments = [given[key] for key in update.numbers]
+        run = functools.partial(update.module, *arguments)
+        with torch.no_grad():
+            if runtime.groups is None or runtime.parts.whole:
+                run()
+                return
+            gathering = Gathering(runtime, runtime.groups)
+            used = frozenset(update.used)
+            wanted = Wanted(used & gathering.parameters.keys(), used & gathering.buffers().keys())
+            if not self._told:
+                self._told = True
+                mb = gathering.bytes_of(wanted) / 1e6
+                tell(
+                    f"pipepart: the step updates {len(update.changed)} parameters by others: {mb:.3g} MB are gathered once for "
+                    "each batch\n"
+                )
+            try:
+                gathering.gather(wanted)
+                run()
+            finally:
+                gathering.put_back()

@@ -24,9 +24,11 @@ from pipepart.recording.inputs.leaves import describe_leaf, named, short_path
 from pipepart.recording.model_state import state
 from pipepart.recording.model_state.places import Place, is_number, number_of
 from pipepart.recording.model_state.side_effects import Effects
+from pipepart.recording.parameter_updates import changed_parameters
 from pipepart.recording.proof.prove import prove_call
 from pipepart.recording.recorded import ANY, GuardError, Input, Recording
 from pipepart.recording.recorded_run.facts import annotate
+from pipepart.recording.recorded_run.python_state import is_watched
 from pipepart.recording.recorded_run.runs import Call, Run, RunFailed, Settings, eager, run_once
 
 __all__ = ["Call", "call_of", "record", "record_call"]
@@ -192,6 +194,7 @@ def _record(
     equal = tuple(dim.places for dim in study.proved if len(dim.places) > 1)
     try:
         recording = _recording(call, base, inputs, equal, settings, study)
+        _refuse_changes(call, recording)
         notes = prove_call(recording, call, leaves, names, settings, mode, base.outcome if as_it_is else None)
         return dataclasses.replace(recording, notes=(*recording.notes, *notes)) if notes else recording
     except GuardError as error:  # results with two samples do not hold for the one that was given
@@ -199,6 +202,17 @@ def _record(
             raise
         settings.single = str(error).splitlines()[0]
         raise Retry from None
+
+
+def _refuse_changes(call: Call, recording: Recording) -> None:
+    """Refuse a call that changes parameters, unless the caller takes these ops out of the recording."""
+    changed = [] if is_watched(call.root) else changed_parameters(recording)
+    if changed:
+        names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        raise CaptureError(
+            f"{call.what} changes parameters in place ({names}), which would happen once for each micro-batch\n"
+            "  do: update them between steps; steps of a LightningModule may update them by other parameters"
+        )
 
 
 def _two_samples(

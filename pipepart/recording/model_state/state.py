@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pipepart.devices import computes_on_host, kept_draws
 from pipepart.errors import CaptureError
+from pipepart.recording.model_state.kept_parameters import KeptParameters
 from pipepart.recording.model_state.places import CONTAINERS, is_plain_value, refill, same_items
 from pipepart.recording.model_state.reachable import OWN_NAMES
 
@@ -222,7 +223,7 @@ def _put_back(known: _Module, names: Iterable[str]) -> None:
 
 @contextmanager
 def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
-    """Leave buffers, gradients, attributes, hooks and random number generators as before, whatever runs inside.
+    """Leave tensors, gradients, attributes, hooks and random number generators as before, whatever runs inside.
 
     `modules` are those of the root, if the caller has a list of them.
     """
@@ -235,7 +236,7 @@ def preserved(root: nn.Module, modules: Sequence[nn.Module] | None = None) -> It
     grads = [(parameter, parameter.grad) for parameter in parameters.values()]
     before = Snapshot(("", module) for module in modules)
     try:
-        with _same_draws():
+        with _same_draws(), KeptParameters(parameters.values()):
             yield
     finally:
         before.restore()

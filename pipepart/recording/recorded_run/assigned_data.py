@@ -1,4 +1,4 @@
-"""Assignments to ``Tensor.data`` of buffers: each is an op that changes the buffer."""
+"""Assignments to ``Tensor.data`` of buffers and parameters: each is an op that changes the tensor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn as nn
 
+from pipepart.recording.model_state.kept_parameters import keep
 from pipepart.recording.recorded_run import intrinsics
 from pipepart.recording.recorded_run.tensors import is_same_memory, storage_of
 
@@ -17,13 +18,15 @@ __all__ = ["set_data"]
 
 
 def set_data(recorder: Recorder, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Record that a buffer gets other data; return False if the tensor is not a buffer, or gets another form."""
+    """Record that a tensor of the model gets other data; return False if it is another tensor, or gets another form."""
     if is_same_memory(tensor, value):
         return True  # `module.to(device)` where the module is there already
     name = recorder.tensor_names.get(id(tensor))
     form = (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
-    if name is None or isinstance(tensor, nn.Parameter) or not form:
+    if name is None or not form:
         return False
+    if isinstance(tensor, nn.Parameter):
+        keep(tensor)
     nodes = (recorder.builder.node_of(tensor), recorder.builder.node_of(value))
     before = storage_of(tensor)
     with torch._C.DisableTorchFunction():
