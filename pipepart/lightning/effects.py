@@ -131,6 +131,11 @@ def record_with_effects(
         except NeedsValue as need:  # once for each metric
             fresh.add(need.path)
             continue
+        except CaptureError:  # a value that Python decides may be what differs between sizes
+            if converting:
+                watch.check_decided()
+            if not watch.undecided:
+                raise
         if converting or not watch.undecided:
             return *watch.finish(recording), watch.manual
         converting = True
@@ -218,6 +223,8 @@ class _Watch(Logs):
             loss.needed()
         leaves, tree = trees.flatten(result)
         leaves = self._known_later(leaves)
+        for position, (path, leaf) in enumerate(zip(trees.leaf_paths(tree), leaves)):
+            self._decide((-1, f"the step returns {path or 'a value'}", position), leaf)
         if active() is not None:
             self.results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
         return trees.unflatten([0.0 if isinstance(leaf, Later) else leaf for leaf in leaves], tree)
@@ -300,8 +307,8 @@ class _Watch(Logs):
                     f"the step puts a {type(value).__name__} into {text} and changes it afterwards. Fill it first."
                 )
 
-    def finish(self, recording: Recording) -> tuple[Recording, Effects]:
-        """The recording, without guards on containers that the step only fills, and its effects."""
+    def check_decided(self) -> None:
+        """Refuse values that Python has decided differently in two runs."""
         if self.undecided:
             name, (a, b) = next(iter(self.undecided.items()))
             raise CaptureError(
@@ -309,6 +316,10 @@ class _Watch(Logs):
                 "graph computes (a clock, a random number of Python, a text made of a loss). A recorded step does not "
                 "run this Python again: do it in a hook (on_train_batch_end)."
             )
+
+    def finish(self, recording: Recording) -> tuple[Recording, Effects]:
+        """The recording, without guards on containers that the step only fills, and its effects."""
+        self.check_decided()
         found: dict[int, Effect] = {}
         for extra in recording.extras:
             effect, position = extra.about[_KEY]
