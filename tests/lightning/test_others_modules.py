@@ -168,6 +168,30 @@ class Recurrent(Scaled):
     validation_step = training_step
 
 
+class Positions(nn.Module):
+    """Makes its table in its first call (an example program of Lightning)."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, 8, dtype=torch.float64)
+        return x + self.table[: x.shape[1]]
+
+
+class Cached(Scaled):
+    """A table that one stage has when the validation is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.positions, self.after = _body(8, 6), Positions(), _body(6, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return mse_loss(self.after(self.positions(self.before(batch["past"]))), batch["future"])
+
+    validation_step = training_step
+
+
 class Transformed(Metric):
     """A metric with an option that is not there before the step sets it."""
 
@@ -231,7 +255,7 @@ class Timed(Scaled):
         return {"loss": self.likelihood(batch).mean(), "ended": time.time()}
 
 
-MODULES = {kind.__name__: kind for kind in (Scaled, Columns, Rates, Channels, Recurrent)}
+MODULES = {kind.__name__: kind for kind in (Scaled, Columns, Rates, Channels, Recurrent, Cached)}
 
 
 def _fits(strategy: bool) -> dict[str, Any]:
