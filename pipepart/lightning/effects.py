@@ -68,10 +68,16 @@ def record_with_effects(
             fresh.add(need.path)
             continue
         except CaptureError:
-            if first is None:
+            if first is not None:  # it does not take marks; refused here, if its texts differ
+                watch, recording = first
+                return *watch.finish(recording), watch.manual
+            if converting:
+                watch.check_decided()
+            if converting or not watch.undecided:
                 raise
-            watch, recording = first  # it does not take marks; refused below, if its texts differ
-            return *watch.finish(recording), watch.manual
+            converting, marking = True, watch.texts.seen  # a value that Python decides may be what differs between sizes
+            said = SaidLines()
+            continue
         again = watch.undecided or (watch.reaches_out and watch.texts.seen)
         if converting or not again:
             return *watch.finish(recording), watch.manual
@@ -189,6 +195,8 @@ class _Watch(Logs):
             loss.needed()
         leaves, tree = trees.flatten(result)
         leaves = self._known_later(leaves)
+        for position, (path, leaf) in enumerate(zip(trees.leaf_paths(tree), leaves)):
+            self._decide((-1, f"the step returns {path or 'a value'}", position), leaf)
         if active() is not None:
             self.results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
         return trees.unflatten([0.0 if isinstance(leaf, Later) else leaf for leaf in leaves], tree)
@@ -308,8 +316,8 @@ class _Watch(Logs):
                     f"the step puts a {type(value).__name__} into {text} and changes it afterwards. Fill it first."
                 )
 
-    def finish(self, recording: Recording) -> tuple[Recording, Effects]:
-        """The recording, without guards on containers that the step only fills, and its effects."""
+    def check_decided(self) -> None:
+        """Refuse values that Python has decided differently in two runs."""
         if self.undecided:
             name, (a, b) = next(iter(self.undecided.items()))
             raise CaptureError(
@@ -318,6 +326,10 @@ class _Watch(Logs):
                 "run this Python again: do it in a hook (on_train_batch_end). A text with values can be an f-string, which is "
                 "made again in each step."
             )
+
+    def finish(self, recording: Recording) -> tuple[Recording, Effects]:
+        """The recording, without guards on containers that the step only fills, and its effects."""
+        self.check_decided()
         found: dict[int, Effect] = {}
         for extra in recording.extras:
             effect, position = extra.about[_KEY]

@@ -315,6 +315,8 @@ class RecordedSteps:
 
         # Tensors without values are recorded by their shapes.
         with runtime.parts.by_shapes() if self.empty else runtime.parts.gathered():
+            if not self.empty:
+                runtime.steps.kept.share()
             leaves = self._flatten(part.batch, batch_idx, loader)
             added = Step(name, record, step == "training_step", segments=self._segments(step, name))
             _, samples = add_step(self._job, runtime, added, batch, part, leaves)

@@ -40,7 +40,7 @@ def transfer(planned: OpGraph, chunk_of: Sequence[int], other: OpGraph, chunks: 
             wanted = max(earliest, min(wish, latest[index]))
             choice = min((chunk for chunk in allowed[index] if chunk >= wanted), default=None)
             if choice is None:
-                raise _misfit(other, op, allowed[index], wanted)
+                raise _misfit(other, op, _cause(other, op, before, homes, wanted))
             if choice != placed[index]:
                 placed[index], changed = choice, True
         if not changed:
@@ -92,10 +92,32 @@ def _allowed(graph: OpGraph, group: Sequence[int], homes: Mapping[str, set[int]]
     return sorted(options)
 
 
-def _misfit(graph: OpGraph, op: int, options: Sequence[int], wanted: int) -> PlanError:
-    found = graph.ops[op]
+def _cause(
+    graph: OpGraph, op: int, before: Sequence[Sequence[int]], homes: Mapping[str, set[int]], wanted: int
+) -> int | None:
+    """Return the nearest op before `op` whose parameters are in chunk `wanted` or later."""
+    todo, seen = list(before[op]), {op}
+    for found in todo:
+        if found in seen:
+            continue
+        seen.add(found)
+        places = [min(homes[name]) for name in graph.ops[found].parameters if name in homes]
+        if places and max(places) >= wanted:
+            return found
+        todo.extend(before[found])
+    return None
+
+
+def _misfit(graph: OpGraph, op: int, cause: int | None) -> PlanError:
+    late = graph.ops[op]
+    needed = "a result of a later stage"
+    modules = [late.module]
+    if cause is not None:
+        early = graph.ops[cause]
+        needed = f"the result of module {early.module!r} ({early.source}), which is on a later stage"
+        modules.append(early.module)
     return PlanError(
-        f"this step uses the model in another order than training: {found.name!r} in module {found.module!r} ({found.source}) "
-        f"has its parameters in chunk {options[-1]}, but needs a result of chunk {wanted}. "
-        f"Keep these modules together (keep_together), or use fewer stages."
+        f"this step uses the model in another order than training: module {late.module!r} ({late.source}) needs {needed}. "
+        "A step that feeds its results back into its first layers (decoding step by step) needs them on one stage: set "
+        f"keep_together=[{modules!r}], or use fewer stages."
     )

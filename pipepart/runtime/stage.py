@@ -19,6 +19,7 @@ from pipepart.runtime.chunked_step import ChunkedStep, RecordedStep, StageInputs
 from pipepart.runtime.executor import PreparedBatch
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import Accumulation
+from pipepart.runtime.kept_attributes import KeptAttributes
 from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.parameters import StageParameters
 from pipepart.runtime.parts import Ownership, Parts
@@ -50,6 +51,8 @@ class Steps:
         """The recorded steps by name."""
         self.statistics: ReplicaStatistics | None = None
         """The BatchNorm layers that share their statistics over replicas; None if they do not."""
+        self.kept = KeptAttributes(inputs.root, inputs.groups, inputs.device)
+        """The tensors that steps keep as attributes of modules."""
         self._accumulation = Accumulation()
         self._window: Window | None = None
         """The batches of the current optimizer step, on the first stage, if the loss needs their numbers together."""
@@ -58,6 +61,7 @@ class Steps:
     def add(self, name: str, step: ChunkedStep) -> None:
         """Make a step ready to run under this name."""
         self.programs[name] = Program(step, self._inputs, self._transports)
+        self.kept.add(step, {i for i, stage in enumerate(self._inputs.plan.placement) if stage == self._inputs.stage})
 
     def train(self, name: str, request: StepRequest) -> StepResult:
         """Run forward and backward of all micro-batches. `StageParameters` keeps the new gradients until `hand_over`."""

@@ -17,7 +17,7 @@ from pipepart.samples.follow import name_of
 from pipepart.samples.forms import Form, Keep, Op, Ratio, Scaled, Share, Sum, Whole
 from pipepart.samples.quantities import SAMPLES, Quantity, Swap
 
-__all__ = ["BATCHES", "Emission", "NumberInput", "Scope", "per_row"]
+__all__ = ["BATCHES", "Emission", "NumberInput", "Scope", "per_row", "tensor_of"]
 
 BATCHES = "batches"
 """The key of the number of batches in a window."""
@@ -48,6 +48,11 @@ class NumberInput:
 def per_row(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return a sum over all elements of some rows, divided by the elements of one row."""
     return value / max(1, prod(rows.shape[1:]))
+
+
+def tensor_of(shape: tuple[int, ...], *elements: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the tensor with these elements."""
+    return torch.tensor(elements, dtype=dtype, device=device).reshape(shape)
 
 
 class Emission:
@@ -156,13 +161,19 @@ class Emission:
     # ---- numbers
 
     def announce(self, swap: Swap, scope: Scope) -> None:
-        """Add the number of a later swap to the inputs."""
-        self._number(swap.quantity, scope)
+        """Add the numbers of a later swap to the inputs."""
+        for quantity in swap.elements:
+            self._number(quantity, scope)
 
     def swap(self, swap: Swap, scope: Scope) -> None:
         """Let an op compute with a number of the whole batch instead of one of its arguments."""
-        number = self._number(swap.quantity, scope)
-        if not op_of(swap.source).is_number:  # types of results may depend on the type of a tensor
+        numbers = [self._number(quantity, scope) for quantity in swap.elements]
+        number, source = numbers[0], op_of(swap.source)
+        if source.shape:
+            kind = {"dtype": source.dtype, "device": self._device}
+            args = (tuple(source.shape), *numbers)
+            number = self._call(swap.user, tensor_of, args, kind, like=swap.source, differentiates=())
+        elif not source.is_number:  # types of results may depend on the type of a tensor
             number = self._full(swap.user, number, like=swap.source)
         swap.user.replace_input_with(swap.source, number)
 

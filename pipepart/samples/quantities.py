@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ __all__ = ["SAMPLES", "DataCheck", "Quantities", "Quantity", "Swap", "count_targ
 SAMPLES = "samples"
 """The key of the number of samples, or of anything proportional to it."""
 
+_MOST_ELEMENTS = 64
+"""Elements of a tensor of the whole batch that are computed before the step, each as a number."""
 _CASTS = ("to", "float", "double", "half", "bfloat16", "long", "int", "type_as", "clone", "detach", "contiguous")
 _SHAPES = ("flatten", "view", "reshape", "contiguous")
 
@@ -76,6 +79,11 @@ def size_of_first(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor(tensor.shape[0])
 
 
+def element_of(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """Return one element of a tensor."""
+    return tensor.flatten()[index]
+
+
 count_targets.adds_up = true_elements.adds_up = size_of_first.adds_up = True  # type: ignore[attr-defined]
 
 
@@ -100,11 +108,12 @@ class DataCheck:
 
 @dataclass(frozen=True)
 class Swap:
-    """An op that computes samples with the value of `source`: it gets the quantity of the whole batch instead."""
+    """An op that computes samples with the value of `source`: it gets the value of the whole batch instead."""
 
     user: fx.Node
     source: fx.Node
-    quantity: Quantity
+    elements: tuple[Quantity, ...]
+    """The number, or all elements of a small tensor, in order."""
 
 
 @dataclass
@@ -190,8 +199,15 @@ class Quantities:
         for user in sorted(sources_of([term]) & self._statistics.keys(), key=lambda node: node.name):
             for source in self._statistics[user]:
                 with suppress(Unknown):
-                    found.append(Swap(user, source, self.of(source)))
+                    found.append(Swap(user, source, self._elements(source)))
         return found
+
+    def _elements(self, node: fx.Node) -> tuple[Quantity, ...]:
+        """Return the numbers of a value for the whole batch: of a number, or of a small tensor (a scale for each channel)."""
+        shape = op_of(node).shape
+        if op_of(node).is_number or not shape or not 1 <= prod(shape) <= _MOST_ELEMENTS or self.follow.ragged(node):
+            return (self.of(node),)
+        return tuple(self.count(node, element_of, (node, index)) for index in range(prod(shape)))
 
     @cached_property
     def _statistics(self) -> dict[fx.Node, list[fx.Node]]:

@@ -155,11 +155,11 @@ class Snapshot:
         return {(path, name): value for path, name, value in found if is_plain_value(value)}
 
     def changes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
-        """Yield module path, module, attribute, value before and value now of each attribute that has changed."""
+        """Yield module path, module, attribute, value before and value now of each attribute that has changed, by name."""
         for known in self.modules:
             before: dict[str, Any] = {**known.attributes, **known.registries.get("_buffers", {})}
             now: dict[str, Any] = {**vars(known.module), **_registries(known.module).get("_buffers", {})}
-            for name, value in now.items():
+            for name, value in sorted(now.items(), key=lambda item: item[0]):
                 old: Any = before.get(name)
                 if value is not old:
                     if name not in _REGISTRIES and name != "training":

@@ -49,5 +49,6 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 for _name, (_estimator, _options) in _OPTIONS.items():
-    CASES.add(f"gluonts.{_name}")(lambda estimator=_estimator, options=_options: _train(estimator, options))
+    _more = {"draws": True, "remark": "without dropout, whose rate cannot be set to 0"} if _name == "tide" else {}
+    CASES.add(f"gluonts.{_name}", **_more)(lambda estimator=_estimator, options=_options: _train(estimator, options))
 CASES.add("gluonts.itransformer")(lambda: _train("ITransformerEstimator", _ENCODER, several=True))

@@ -143,6 +143,48 @@ def _byol() -> None:
                 "criterion": NegativeCosineSimilarity()}, before)  # fmt: skip
 
 
+@CASES.add("lightly.moco", **_STATISTICS)
+def _moco() -> None:
+    from lightly.loss import NTXentLoss
+    from lightly.models.modules import MoCoProjectionHead
+    from lightly.models.utils import update_momentum
+
+    def before(module: Any) -> None:
+        update_momentum(module.backbone, module.slow_backbone, m=0.99)
+        update_momentum(module.head, module.slow_head, m=0.99)
+
+    def step(module: Any, views: list[Any]) -> Any:
+        query = module.head(module.backbone(views[0]))
+        return module.criterion(query, module.slow_head(module.slow_backbone(views[1])).detach())
+
+    backbone, head = _backbone(), MoCoProjectionHead(16, 16, 8)
+    _fit(step, {"backbone": backbone, "head": head, "slow_backbone": _frozen_copy(backbone),
+                "slow_head": _frozen_copy(head), "criterion": NTXentLoss(memory_bank_size=(64, 8))}, before)  # fmt: skip
+
+
+@CASES.add("lightly.dino", **_STATISTICS)
+def _dino() -> None:
+    from lightly.loss import DINOLoss
+    from lightly.models.modules import DINOProjectionHead
+    from lightly.models.utils import update_momentum
+
+    def before(module: Any) -> None:
+        update_momentum(module.backbone, module.slow_backbone, m=0.99)
+        update_momentum(module.head, module.slow_head, m=0.99)
+
+    def step(module: Any, views: list[Any]) -> Any:
+        teacher = [module.slow_head(module.slow_backbone(view)) for view in views]
+        student = [module.head(module.backbone(view)) for view in views]
+        return module.criterion(teacher, student, epoch=module.current_epoch)
+
+    backbone, head = _backbone(), DINOProjectionHead(16, 16, 8, 32, freeze_last_layer=1)
+    slow = DINOProjectionHead(16, 16, 8, 32)
+    for parameter in slow.parameters():
+        parameter.requires_grad = False
+    _fit(step, {"backbone": backbone, "head": head, "slow_backbone": _frozen_copy(backbone), "slow_head": slow,
+                "criterion": DINOLoss(output_dim=32, warmup_teacher_temp_epochs=5)}, before)  # fmt: skip
+
+
 def _classify(name: str) -> Callable[[], None]:
     def program() -> None:
         import pytorch_lightning as pl

@@ -57,7 +57,9 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bitcn": ("BiTCN", {"hidden_size": 8, "dropout": 0.0}),
 }  # fmt: skip
 
+_ALL = "all windows, none drawn"
 for _name, (_model, _options) in _OPTIONS.items():
-    CASES.add(f"neuralforecast.{_name}", trainer={"max_epochs": None}, remark="all windows, none drawn")(
+    _norm = {"microbatches": 1, "remark": f"{_ALL}; microbatches=1: batch norm"} if _name == "patchtst" else {}
+    CASES.add(f"neuralforecast.{_name}", **{"trainer": {"max_epochs": None}, "remark": _ALL, **_norm})(
         lambda model=_model, options=_options: _train(model, options)
     )
