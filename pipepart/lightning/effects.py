@@ -6,7 +6,7 @@ extra outputs of the recording, and `repeat_effects` repeats them after each ste
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -27,9 +27,11 @@ from pipepart.lightning.watched_containers import Path, Touched, text_of, watche
 from pipepart.recording import ExtraOutput, Recording
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
-from pipepart.recording.model_state.places import is_plain_value
+from pipepart.recording.model_state.places import Place, is_plain_value
+from pipepart.recording.model_state.reachable import variables
 from pipepart.recording.model_state.reads import active
 from pipepart.recording.op import op_of
+from pipepart.recording.recorded_run.failures import Unsettled
 from pipepart.recording.recorded_run.symbols import atoms_of, is_tracked, plain, value_from
 
 if TYPE_CHECKING:
@@ -119,9 +121,10 @@ def record_with_effects(
 ) -> tuple[Recording, Effects, ManualNotes | None]:
     """Record a step, its effects and its acts. The options are those of `record_lightning_step`."""
     fresh: set[str] = set()
+    filled: list[Place] | None = None
     converting = False
     while True:
-        watch = _Watch(module, step, batching, fresh)
+        watch = _Watch(module, step, batching, fresh, filled or ())
         try:
             with watch.installed():
                 recording = record_lightning_step(
@@ -130,17 +133,36 @@ def record_with_effects(
         except NeedsValue as need:  # once for each metric
             fresh.add(need.path)
             continue
+        except CaptureError as error:
+            if filled is not None or not _fills_variable(error):
+                raise
+            filled = variables((getattr(type(module), step),), module.named_modules())
+            continue
         if converting or not watch.undecided:
             return *watch.finish(recording), watch.manual
         converting = True
 
 
+def _fills_variable(error: CaptureError) -> bool:
+    """Whether a step could not be recorded because it fills a variable of its file or of an enclosing function."""
+    cause = error.__cause__
+    return isinstance(cause, Unsettled) and str(cause).startswith(("variable ", "global "))
+
+
 class _Watch(Logs):
     """Notes the effects of each run of a step. A step runs several times, at several sizes, while it is recorded."""
 
-    def __init__(self, module: LightningModule, step: str, batching: Batching | None, fresh: Collection[str]) -> None:
-        """`fresh` are the metrics whose values the step computes with."""
+    def __init__(
+        self,
+        module: LightningModule,
+        step: str,
+        batching: Batching | None,
+        fresh: Collection[str],
+        filled: Sequence[Place] = (),
+    ) -> None:
+        """`fresh` are the metrics whose values the step computes with; `filled` are variables that it may fill."""
         super().__init__()
+        self.variables = filled
         self.module, self.trains, self.batching = module, step == "training_step", batching
         self.is_running = False
         self.sizes = Sizes(None, ())
@@ -209,6 +231,9 @@ class _Watch(Logs):
 
     def act(self, text: str) -> None:
         self.note(_ACT, text, None)
+
+    def set_on_trainer(self, name: str, value: bool) -> None:
+        self.note("trainer", name, value)
 
     def returned(self, result: Any) -> Any:
         loss = result.get("loss") if isinstance(result, Mapping) else result

@@ -57,6 +57,10 @@ class Logs:
         """Called for each act of a step that optimizes by itself."""
         self.extras.append(ExtraOutput(text, 0.0))
 
+    def set_on_trainer(self, name: str, value: bool) -> None:
+        """Called for ``self.trainer.should_stop = value`` in the step."""
+        self.extras.append(ExtraOutput(f"trainer.{name} = {value}", 0.0))
+
     def returned(self, result: Any) -> Any:
         """The result of the step as the recording returns it."""
         return result
@@ -183,7 +187,7 @@ def _recording_view(
             log(name, value, *args, **options)
 
     now = numbers if notes is None else _Counters(numbers, notes)
-    view = TrainerView(getattr(module, "_trainer", None), now, _COUNTERS)
+    view = TrainerView(getattr(module, "_trainer", None), now, _COUNTERS, logs.set_on_trainer)
     members: dict[str, Any] = {name: property(partial(_read, now, name)) for name in _COUNTERS}
     members["trainer"] = property(lambda self: view)
     reading = {"optimizers": view.optimizers_of_module, "lr_schedulers": view.lr_schedulers}

@@ -226,6 +226,8 @@ def _apply(
         module.log(effect.target, value, **{"batch_size": size, **options})
     elif effect.kind == "set":
         setattr(module, effect.target, value)
+    elif effect.kind == "trainer":
+        setattr(module.trainer, effect.target, value)
     else:
         _put(module, effect, value)
 
