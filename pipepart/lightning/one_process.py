@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["OneProcess"]
 
@@ -11,7 +11,11 @@ class OneProcess:
     """The ranks of a strategy, which a job of one process does not ask the environment for."""
 
     num_nodes: int
-    num_processes: int
+
+    if TYPE_CHECKING:
+
+        @property
+        def num_processes(self) -> int: ...
 
     @property
     def _alone(self) -> bool:
