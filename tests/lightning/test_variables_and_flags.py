@@ -84,6 +84,8 @@ class Growing(Auto):
         data = TensorDataset(torch.randn(64, 6, dtype=torch.float64), torch.randn(64, 4, dtype=torch.float64))
         return DataLoader(data, batch_size=self.batch_size)
 
+    val_dataloader = train_dataloader
+
     def training_step(self, batch, batch_idx):
         if len(batch[0]) > 8:
             raise RuntimeError("CUDA out of memory.")
