@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipepart.errors import PlanError
-from pipepart.lightning.first_batch import PreparedFirst
+from pipepart.lightning.first_batch import PreparedFirst, same_batch
 from pipepart.lightning.namespaces import of, overridden
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.run_patches import RunPatches
@@ -179,12 +179,17 @@ def prepare(trainer: Trainer, batch: Any) -> Any:
 def _positions_kept(loaders: list[Any]) -> Iterator[None]:
     own = [unwrapped(loader) for loader in loaders]
     stateful = [one for one in own if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
-    states = [(loader, deepcopy(loader.state_dict())) for loader in stateful]
+    states = [(loader, deepcopy(loader.state_dict()), dict(getattr(loader, "__dict__", {}))) for loader in stateful]
     try:
         yield
     finally:
-        for loader, state in states:
-            loader.load_state_dict(state)
+        for loader, state, attributes in states:
+            if attributes:
+                loader.__dict__.clear()
+                loader.__dict__.update(attributes)
+            # A state may be that of the last batch, from which `load_state_dict` goes on with the next one.
+            if not same_batch(loader.state_dict(), state):
+                loader.load_state_dict(state)
 
 
 @contextmanager

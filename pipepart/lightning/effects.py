@@ -6,7 +6,7 @@ extra outputs of the recording, and `repeat_effects` repeats them after each ste
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import itemgetter
@@ -30,11 +30,12 @@ from pipepart.lightning.watched_containers import Path, Touched, text_of, watche
 from pipepart.recording import ExtraOutput, Recording
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
-from pipepart.recording.model_state.places import is_plain_value
+from pipepart.recording.model_state.places import Place, is_plain_value
+from pipepart.recording.model_state.reachable import variables
 from pipepart.recording.model_state.reads import active
 from pipepart.recording.op import op_of
 from pipepart.recording.recorded_run.contexts import user_line
-from pipepart.recording.recorded_run.failures import Updates
+from pipepart.recording.recorded_run.failures import Unsettled, Updates
 from pipepart.recording.recorded_run.symbols import Tracked, atoms_of, is_tracked, plain, value_from
 from pipepart.recording.recorded_run.texts import Mark, Texts, has_marks, parts_of
 
@@ -55,10 +56,11 @@ def record_with_effects(
 ) -> tuple[Recording, Effects, ManualNotes | None]:
     """Record a step, its effects and its acts. The options are those of `record_lightning_step`."""
     fresh: set[str] = set()
+    filled: list[Place] | None = None
     converting, marking, first = False, False, None
     said = SaidLines()
     while True:
-        watch = _Watch(module, step, batching, fresh, Texts(marking), said)
+        watch = _Watch(module, step, batching, fresh, Texts(marking), said, filled or ())
         try:
             with watch.installed():
                 recording = record_lightning_step(
@@ -67,7 +69,10 @@ def record_with_effects(
         except NeedsValue as need:  # once for each metric
             fresh.add(need.path)
             continue
-        except CaptureError:
+        except CaptureError as error:
+            if filled is None and _fills_variable(error):
+                filled = variables((getattr(type(module), step),), module.named_modules())
+                continue
             if first is not None:  # it does not take marks; refused here, if its texts differ
                 watch, recording = first
                 return *watch.finish(recording), watch.manual
@@ -75,7 +80,10 @@ def record_with_effects(
                 watch.check_decided()
             if converting or not watch.undecided:
                 raise
-            converting, marking = True, watch.texts.seen  # a value that Python decides may be what differs between sizes
+            converting, marking = (
+                True,
+                watch.texts.seen,
+            )  # a value that Python decides may be what differs between sizes
             said = SaidLines()
             continue
         again = watch.undecided or (watch.reaches_out and watch.texts.seen)
@@ -83,6 +91,12 @@ def record_with_effects(
             return *watch.finish(recording), watch.manual
         converting, marking, first = True, watch.texts.seen, (watch, recording)
         said = SaidLines()
+
+
+def _fills_variable(error: CaptureError) -> bool:
+    """Whether a step could not be recorded because it fills a variable of its file or of an enclosing function."""
+    cause = error.__cause__
+    return isinstance(cause, Unsettled) and str(cause).startswith(("variable ", "global "))
 
 
 class _Watch(Logs):
@@ -96,10 +110,12 @@ class _Watch(Logs):
         fresh: Collection[str],
         texts: Texts,
         said: SaidLines,
+        filled: Sequence[Place] = (),
     ) -> None:
-        """`fresh` are the metrics whose values the step computes with."""
+        """`fresh` are the metrics whose values the step computes with; `filled` are variables that it may fill."""
         super().__init__()
         self.texts, self._said, self.reaches_out = texts, said, False
+        self.variables = filled
         self.module, self.trains, self.batching = module, step == "training_step", batching
         self.is_running = False
         self.sizes = Sizes(None, ())
@@ -188,6 +204,9 @@ class _Watch(Logs):
     def said(self, name: str, value: Any, options: dict[str, Any]) -> None:
         self.reaches_out = True
         self._said.add(name, value, options, self.count)
+
+    def set_on_trainer(self, name: str, value: bool) -> None:
+        self.note("trainer", name, value)
 
     def returned(self, result: Any) -> Any:
         loss = result.get("loss") if isinstance(result, Mapping) else result

@@ -66,6 +66,10 @@ class Logs:
     def said(self, name: str, value: Any, options: dict[str, Any]) -> None:
         """Called for each warning, and each line in a log of Python, that has no values of the batch."""
 
+    def set_on_trainer(self, name: str, value: bool) -> None:
+        """Called for ``self.trainer.should_stop = value`` in the step."""
+        self.extras.append(ExtraOutput(f"trainer.{name} = {value}", 0.0))
+
     def returned(self, result: Any) -> Any:
         """The result of the step as the recording returns it."""
         return result
@@ -195,7 +199,7 @@ def _recording_view(
     now = numbers if notes is None else _Counters(numbers, notes)
     trainer = getattr(module, "_trainer", None)
     loggers = loggers_of(logs, trainer)
-    view = TrainerView(trainer, now, _COUNTERS, loggers, show)
+    view = TrainerView(trainer, now, _COUNTERS, loggers, show, logs.set_on_trainer)
     members: dict[str, Any] = {name: property(partial(_read, now, name)) for name in _COUNTERS}
     members["trainer"] = property(lambda self: view)
     members["logger"] = property(lambda self: next(iter(loggers), None))

@@ -32,7 +32,7 @@ from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.ranks import RankCollectives, device_of
 from pipepart.lightning.read_once import read_once
 from pipepart.lightning.recorded_steps import RecordedSteps
-from pipepart.lightning.refusals import check_module, check_optimizers, check_trainer
+from pipepart.lightning.refusals import check_module, check_optimizers, check_steps, check_trainer
 from pipepart.lightning.replica_counts import counted_by_replicas
 from pipepart.lightning.run_features import RunFeatures
 from pipepart.lightning.run_parts import RunParts
@@ -223,7 +223,9 @@ class PipelineStrategy(
     def setup_environment(self) -> None:
         module, trainer = self._module_and_trainer()
         check_trainer(trainer)
-        if trainer.state.fn == "fit":
+        fitting = trainer.state.fn == "fit"
+        check_steps(module, ("training_step", "validation_step") if fitting else (_EVALUATION[trainer.state.fn],))
+        if fitting:
             check_module(module)
         self._checkpoints.await_setup()
         if self._alone and self.cluster_environment is not None:

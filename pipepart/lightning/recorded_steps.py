@@ -251,8 +251,8 @@ class RecordedSteps:
         if self.empty or ahead < _WORTH_A_REHEARSAL or self._manual is not None:
             return None
         name, leaves = self.variants["training_step"].choose(self._flatten(example, 0, None), self.runtime)
-        if name is None:  # it is recorded when the batch is trained on
-            return None
+        if name is None or self.runtime.recording(name).loss_index is None:
+            return None  # it is recorded when the batch is trained on, or the step skips this batch
         request = StepRequest(
             leaves=leaves,
             outputs_everywhere=True,

@@ -6,6 +6,7 @@ Each check reads only values that are equal in every process, so that all ranks 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from pipepart.lightning.precisions import check_precision
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["check_module", "check_optimizers", "check_trainer"]
+__all__ = ["check_module", "check_optimizers", "check_steps", "check_trainer"]
 
 _CALLBACKS = {
     "ModelPruning": "it replaces parameters during training, and the recorded step and its stages would be those of before. "
@@ -28,12 +29,18 @@ _CALLBACKS = {
     "batch, or plan for a memory_limit (pipepart plan)",
 }
 
+_FINE_ALONE = frozenset({"BatchSizeFinder"})
+"""Callbacks that are refused only if there are several processes."""
+
 
 def check_trainer(trainer: Trainer) -> None:
     """Refuse features of the Trainer, for every kind of run."""
     _check_namespaces(trainer)
+    alone = trainer.world_size == 1
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind in type(callback).__mro__:
+            if alone and kind.__name__ in _FINE_ALONE:
+                continue
             if kind.__name__ in _CALLBACKS and kind.__module__.startswith(("lightning.", "pytorch_lightning.")):
                 raise ConfigError(
                     f"the callback {type(callback).__name__} does not work in a pipeline: {_CALLBACKS[kind.__name__]}."
@@ -76,11 +83,17 @@ def check_module(module: LightningModule) -> None:
             "is a segment of the step whose backward runs inside a schedule, so that method would never be called: move its "
             "code to training_step."
         )
-    if of(module).is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ConfigError(
-            f"{name}.training_step takes dataloader_iter. A pipeline splits batches into micro-batches itself: "
-            "use training_step(self, batch, batch_idx)."
-        )
+
+
+def check_steps(module: LightningModule, steps: Sequence[str]) -> None:
+    """Refuse steps that read the data themselves."""
+    for step in steps:
+        own = getattr(module, step, None)
+        if callable(own) and of(module).is_param_in_hook_signature(own, "dataloader_iter", explicit=True):
+            raise ConfigError(
+                f"{type(module).__name__}.{step} takes dataloader_iter. A pipeline splits batches into micro-batches itself: "
+                f"use {step}(self, batch, batch_idx)."
+            )
 
 
 def check_optimizers(optimizers: list[Any], precision: Any, automatic: bool = True) -> None:

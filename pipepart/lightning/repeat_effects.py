@@ -248,6 +248,8 @@ def _apply(
     elif effect.kind == "set":
         path, _, name = effect.target.rpartition(".")
         setattr(module.get_submodule(path), name, value)
+    elif effect.kind == "trainer":
+        setattr(module.trainer, effect.target, value)
     else:
         _put(module, effect, value)
 

@@ -21,6 +21,8 @@ _OF_THE_RANK = {"is_global_zero": True, "global_rank": 0, "local_rank": 0, "node
 """A step runs once over all stages, so it reads the values of a single process."""
 _SHARED = ("world_size", "num_devices")
 """Numbers of processes. The stages of a replica are one process for the step, so these are numbers of replicas."""
+_FLAGS = frozenset({"should_stop"})
+"""Flags of the trainer that a step may set. They are set after each step."""
 _NAME = re.compile(r"(optimizer|scheduler)(\d+)_group(\d+)_(\w+)")
 _REMEDY = (
     "optimizers and schedulers are not part of a recorded step, which can only read their numbers (param_groups, "
@@ -62,9 +64,12 @@ class TrainerView:
         counters: tuple[str, ...],
         loggers: Sequence[Any] = (),
         show: Callable[..., None] | None = None,
-    ):
-        """`loggers` and `show` stand for the loggers and for `print` of the trainer."""
-        self.__dict__.update(_trainer=trainer, _numbers=numbers, _counters=counters, _loggers=loggers, _show=show)
+        sets: Callable[[str, bool], None] | None = None,
+    ) -> None:
+        """`loggers` and `show` stand for the loggers and for `print` of the trainer. `sets` is called for flags of the trainer
+        that the step may set (`should_stop`)."""
+        own = {"_trainer": trainer, "_numbers": numbers, "_counters": counters}
+        self.__dict__.update(own, _loggers=loggers, _show=show, _sets=sets)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -96,6 +101,10 @@ class TrainerView:
         return getattr(self._trainer, name) if reads is None else reads.of_trainer(self._trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FLAGS and isinstance(value, bool) and self._sets is not None:
+            self._sets(name, value)
+            self.__dict__[name] = value
+            return
         raise CaptureError(
             f"the step sets trainer.{name}. A recorded step does not run this Python again, so the trainer would not change: "
             "set it in a hook."

@@ -1,14 +1,15 @@
 """Containers that a step may fill. While a step is recorded, they report the values that are put into them.
 
 Covers lists, dicts, sets and their subclasses in `collections`: attributes of the module, of its submodules, of their
-classes and of plain objects in them, and containers in containers. Each run of the step gets copies of the real ones.
+classes and of plain objects in them, variables of files and enclosing functions that the step is known to fill, and containers
+in containers. Each run of the step gets copies of the real ones.
 Values that are put in are effects of the step; values that are read are guards of the recording.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 Path = tuple[tuple[str, Any], ...]
-"""Steps from the LightningModule to a container: ("module", path), ("attr", name), ("item", key)."""
+"""Steps from the LightningModule to a container: ("module", path), ("attr", name), ("item", key); or ("variable", place)."""
 _DEPTH = 4
 
 
@@ -43,6 +44,8 @@ class Watch(Protocol):
     """Receiver of the reports of containers."""
 
     touched: Touched
+    variables: Sequence[Place]
+    """Variables outside of the module that may hold containers."""
 
     def put(self, kind: str, path: Path, value: Any, key: Any = None) -> None: ...
 
@@ -67,6 +70,9 @@ def text_of(path: Path) -> str:
     """A path as code of the user."""
     text = "self"
     for kind, key in path:
+        if kind == "variable":
+            text = key.text
+            continue
         text += f"[{key!r}]" if kind == "item" else f".{key}" if key else ""
     return text
 
@@ -75,6 +81,9 @@ def container_at(module: nn.Module, path: Path) -> Any:
     """The real container at a path."""
     found: Any = module
     for kind, key in path:
+        if kind == "variable":
+            found = key.read()
+            continue
         found = found.get_submodule(key) if kind == "module" else getattr(found, key) if kind == "attr" else found[key]
     return found
 
@@ -111,6 +120,10 @@ def watched_containers(module: nn.Module, watch: Watch) -> Iterator[None]:
             if id(base) not in seen and not is_foreign(base.__module__) and "_pipepart_original" not in vars(base):
                 seen.add(id(base))
                 of_class((("module", path),), base)
+    for place in watch.variables:
+        value = place.read()
+        if type(value) in _KINDS and place.write(wrapped(watch, (("variable", place),), value)):
+            undo.append(partial(place.write, value))
     try:
         yield
     finally:
