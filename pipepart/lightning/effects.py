@@ -27,6 +27,7 @@ from pipepart.lightning.noted_effects import Effect, Effects
 from pipepart.lightning.outward import OUTWARD, checked, outward_noted
 from pipepart.lightning.said_lines import SaidLines
 from pipepart.lightning.watched_containers import Path, Touched, text_of, watched_containers
+from pipepart.lightning.written_files import files_refused
 from pipepart.recording import ExtraOutput, Recording
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
@@ -149,7 +150,7 @@ class _Watch(Logs):
         if reads is not None:
             self.repeated = reads.repeated
         try:
-            with watched_containers(module, self), outward_noted(self), self.texts.collecting():
+            with watched_containers(module, self), outward_noted(self), files_refused(), self.texts.collecting():
                 yield
             self._check_given()
             if active() is not None:

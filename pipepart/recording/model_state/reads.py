@@ -8,6 +8,7 @@ places.
 from __future__ import annotations
 
 import functools
+import io
 import math
 import types
 from argparse import Namespace
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from pipepart.errors import CaptureError
 from pipepart.recording.model_state.places import (
     MISSING,
     Attribute,
@@ -179,6 +181,7 @@ class Reads:
         if path is None or self._is_skipped(module):
             return
         text = f"self.{path}.{name}" if path else f"self.{name}"
+        _refuse_file(text, value)
         own = vars(module)
         if name in own:
             if not isinstance(value, torch.Tensor):  # the graph reads tensors where they are
@@ -316,6 +319,15 @@ class Reads:
                 return value
         self._note(place.inside(text, step), value, lightning=lightning)
         return value
+
+
+def _refuse_file(text: str, value: Any) -> None:
+    """Refuse an open file, or a writer of one, that the code uses."""
+    if isinstance(value, io.IOBase) or type(value).__module__ == "_csv":
+        raise CaptureError(
+            f"the step uses {text}, an open file. A recorded step does not run this Python again: write to it in a hook "
+            "(on_train_batch_end), or log the values."
+        )
 
 
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
