@@ -234,6 +234,20 @@ class SetsDropout(Auto):
         return self.drop(self.losses(batch)[0])
 
 
+class OwnScheduler(Auto):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def training_step(self, batch, batch_idx):
+        self.scheduler.step()
+        return self.losses(batch)[0]
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
 REFUSED: dict[str, tuple[type[Auto], str]] = {
     "buffers": (WholeBuffers, "changes its buffer 'part.mean', and would do so once for each micro-batch"),
     "counter": (WholeCounter, "module 'part' (CountsByNumpy) is kept whole and changes its attribute 'calls'"),
@@ -246,5 +260,6 @@ REFUSED: dict[str, tuple[type[Auto], str]] = {
         SetsDropout,
         "the step sets self.drop.p, an attribute of a module of torch, to another value, at outside.py:",
     ),
+    "scheduler": (OwnScheduler, "the step uses self.scheduler, an object of the class ExponentialLR"),
     "object": (PrintsObject, "the step calls print with an object of the class Normal"),
 }

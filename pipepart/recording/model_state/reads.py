@@ -181,7 +181,7 @@ class Reads:
         if path is None or self._is_skipped(module):
             return
         text = f"self.{path}.{name}" if path else f"self.{name}"
-        _refuse_file(text, value)
+        _refuse_object(text, value)
         own = vars(module)
         if name in own:
             if not isinstance(value, torch.Tensor):  # the graph reads tensors where they are
@@ -321,12 +321,18 @@ class Reads:
         return value
 
 
-def _refuse_file(text: str, value: Any) -> None:
-    """Refuse an open file, or a writer of one, that the code uses."""
+def _refuse_object(text: str, value: Any) -> None:
+    """Refuse open files, and optimizers and schedulers that the code keeps itself: their state changes unseen."""
     if isinstance(value, io.IOBase) or type(value).__module__ == "_csv":
         raise CaptureError(
             f"the step uses {text}, an open file. A recorded step does not run this Python again: write to it in a hook "
             "(on_train_batch_end), or log the values."
+        )
+    if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+        kind = type(value).__name__
+        raise CaptureError(
+            f"the step uses {text}, an object of the class {kind}. A recorded step does not run this Python again: use "
+            "it in a hook (on_train_batch_end), or read its numbers by self.optimizers() and self.lr_schedulers()."
         )
 
 
