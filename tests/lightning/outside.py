@@ -248,6 +248,13 @@ class OwnScheduler(Auto):
         return self.optimizer
 
 
+class ByPercent(Auto):
+    def training_step(self, batch, batch_idx):
+        loss, _ = self.losses(batch)
+        LOG.warning("loss " + "%.4f" % loss.item())  # noqa: UP031
+        return loss
+
+
 REFUSED: dict[str, tuple[type[Auto], str]] = {
     "buffers": (WholeBuffers, "changes its buffer 'part.mean', and would do so once for each micro-batch"),
     "counter": (WholeCounter, "module 'part' (CountsByNumpy) is kept whole and changes its attribute 'calls'"),
@@ -261,5 +268,6 @@ REFUSED: dict[str, tuple[type[Auto], str]] = {
         "the step sets self.drop.p, an attribute of a module of torch, to another value, at outside.py:",
     ),
     "scheduler": (OwnScheduler, "the step uses self.scheduler, an object of the class ExponentialLR"),
+    "percent": (ByPercent, "makes a text of values in a way that cannot be repeated, such as by %"),
     "object": (PrintsObject, "the step calls print with an object of the class Normal"),
 }
