@@ -22,7 +22,9 @@ from pipepart.recording.inputs import trees
 from pipepart.recording.model_state.places import is_plain_value
 from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.model_state.reads import active
+from pipepart.recording.recorded_run.contexts import user_line
 from pipepart.recording.recorded_run.failures import Keeps
+from pipepart.recording.recorded_run.ops import is_torch_leaf
 from pipepart.recording.recorded_run.symbols import is_tracked
 from pipepart.recording.recorded_run.tensors import holds_tensors
 
@@ -87,6 +89,8 @@ def parts_watched(notes: PartNotes) -> Iterator[None]:
         if not notes.is_running or path is None or (path, name) not in notes.repeated:
             if path is not None and reads is not None and reads.is_input(f"self.{path}.{name}"):
                 raise Keeps.of(path, name)
+            if path is not None and reads is not None and is_torch_leaf(self) and is_plain_value(vars(self).get(name)):
+                _refuse_setting(path, name, vars(self)[name], value)
             assign(self, name, value)
             return
         if reads is not None:
@@ -119,6 +123,16 @@ def metric_setter(notes: Notes, path: str, assign: Callable[[Any, str, Any], Non
         assign(self, name, value)
 
     return set_attribute
+
+
+def _refuse_setting(path: str, name: str, old: Any, value: Any) -> None:
+    """Refuse a step that sets a number or flag of a module of torch, such as the rate of dropout, to another value."""
+    if name in OWN_NAMES or name == "training" or (not is_tracked(value) and value == old):
+        return
+    raise ConfigError(
+        f"the step sets self.{path}.{name}, an attribute of a module of torch, to another value, at {user_line()}. A recorded "
+        "step does not run this Python again: set it in a hook (on_train_batch_start)."
+    )
 
 
 def _is_same_part(module: nn.Module, name: str, value: Any) -> bool:

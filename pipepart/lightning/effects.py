@@ -27,6 +27,7 @@ from pipepart.lightning.noted_effects import Effect, Effects
 from pipepart.lightning.outward import OUTWARD, checked, outward_noted
 from pipepart.lightning.said_lines import SaidLines
 from pipepart.lightning.watched_containers import Path, Touched, text_of, watched_containers
+from pipepart.lightning.written_files import files_refused
 from pipepart.recording import ExtraOutput, Recording
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching
@@ -172,7 +173,7 @@ class _Watch(Logs):
         if reads is not None:
             self.repeated = reads.repeated
         try:
-            with watched_containers(module, self), outward_noted(self), self.texts.collecting():
+            with watched_containers(module, self), outward_noted(self), files_refused(), self.texts.collecting():
                 yield
             self._check_given()
             if active() is not None:
@@ -228,7 +229,7 @@ class _Watch(Logs):
                 f"a module that is kept whole changes {target} at {user_line()}: it would do so once for each micro-batch, on "
                 "its own stage. Do so in the step, or in a hook"
             )
-        leaves, tree = trees.flatten(value)
+        leaves, tree = trees.flatten(self._keys_settled(value) if self.texts.marks else value)
         leaves = self._known_later(leaves)
         effect = Effect(kind, target, self.count, tree, options=options or {})
         self.count += 1
@@ -237,7 +238,7 @@ class _Watch(Logs):
 
     def _add(self, effect: Effect, leaves: list[Any]) -> None:
         extras = []
-        name = f"{effect.kind} {effect.target}"
+        name = effect.target if effect.kind == OUTWARD else f"{effect.kind} {effect.target}"
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) or is_tracked(leaf):
                 effect.leaves.append(None)
@@ -293,9 +294,15 @@ class _Watch(Logs):
             return self._tensor(value)
         return self._known_later([value])[0]
 
-    def _settled(self, text: str) -> str:
+    def _settled(self, text: Any) -> Any:
         """A name without marks: it holds for the present values."""
         return "".join(parts_of(text, lambda m: m.text(_now(m.value)))) if has_marks(text) else text
+
+    def _keys_settled(self, value: Any) -> Any:
+        """A value whose dicts have keys without marks."""
+        if type(value) is dict:
+            return {self._settled(key): self._keys_settled(item) for key, item in value.items()}
+        return type(value)(map(self._keys_settled, value)) if type(value) in (list, tuple) else value
 
     def _tensor(self, tensor: torch.Tensor) -> Later:
         """The value of a tensor after the step."""
@@ -373,6 +380,12 @@ class _Watch(Logs):
 
 
 def _now(value: Any) -> Any:
+    """The present value of a number of the step, or a size, for which the recording then holds."""
+    if isinstance(value, torch.Tensor) or (is_tracked(value) and value.from_data):
+        raise CaptureError(
+            f"the step makes a name or a key of a value of the batch, at {user_line()}. A recorded step has fixed names: do so "
+            "in a hook (on_train_batch_end)."
+        )
     return value.concrete() if isinstance(value, Tracked) and hasattr(value, "concrete") else plain(value)
 
 

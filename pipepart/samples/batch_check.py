@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipepart.errors import PlanError
@@ -135,7 +136,7 @@ def _splits(recording: Recording, leaves: Sequence[Any], microbatch_size: int) -
     total = int(leaves[places[0]].shape[0]) if places else 0
     if total < 2 or microbatch_size >= total:
         return None
-    most, taken = min(microbatch_size, _MOST_SAMPLES), min(_taken(recording), _MOST_TAKEN)
+    most, taken = min(microbatch_size, _MOST_SAMPLES), min(_taken(recording, places[0]), _MOST_TAKEN)
     larger = []
     if 2 * most - 1 <= taken < total:
         count = min(taken // 2 + 2, (total + 1) // 2)
@@ -146,16 +147,19 @@ def _splits(recording: Recording, leaves: Sequence[Any], microbatch_size: int) -
     return [_neighbours(leaves, places, microbatch_size, pair) for pair in fitting]
 
 
-def _taken(recording: Recording) -> int:
-    """Return the largest number of rows that the step takes from one end of a tensor (``x[:4]``), or 0.
+def _taken(recording: Recording, place: int) -> int:
+    """Return the largest number of rows that the step takes from one end of a tensor of samples (``x[:4]``), or 0.
 
     Parts of fewer samples would all be taken whole, so that the rows of all parts would look like those of the batch.
     """
-    most = 0
+    most, rows = 0, (recording.inputs[place].shape or ())[:1]
     for node in recording.graph.nodes:
         if node.op == "call_function" and node.target is operator.getitem and len(node.args) == 2:
             index: Any = node.args[1][0] if isinstance(node.args[1], tuple) and node.args[1] else node.args[1]
-            if isinstance(index, slice):
+            source: Any = node.args[0]
+            if not isinstance(source, fx.Node) or source.op == "get_attr":
+                continue
+            if isinstance(index, slice) and (op_of(source).shape or ())[:1] == rows:
                 most = max([most, *(abs(end) for end in (index.start, index.stop) if type(end) is int)])
     return most
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from typing import Any
@@ -189,9 +190,84 @@ class PrintsObject(Auto):
         return loss
 
 
+class WritesFile(Auto):
+    def training_step(self, batch, batch_idx):
+        loss, _ = self.losses(batch)
+        with open(f"losses_of_{self.current_epoch}.txt", "a") as file:
+            file.write(f"{loss.item()}\n")
+        return loss
+
+
+class SavesTensor(Auto):
+    def validation_step(self, batch, batch_idx):
+        loss, kl = self.losses(batch)
+        torch.save(kl, "kl.pt")
+        return loss
+
+
+class OpenFile(Auto):
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = io.StringIO()
+
+    def training_step(self, batch, batch_idx):
+        loss, _ = self.losses(batch)
+        self.file.write(f"{loss.item()}\n")
+        return loss
+
+
+class LazyBuffer(Auto):
+    def training_step(self, batch, batch_idx):
+        loss, kl = self.losses(batch)
+        if not hasattr(self, "mean_kl"):
+            self.register_buffer("mean_kl", kl.detach().mean())
+        return loss + self.mean_kl
+
+
+class SetsDropout(Auto):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def training_step(self, batch, batch_idx):
+        self.drop.p = min(0.5, 0.1 * (self.global_step + 1))
+        return self.drop(self.losses(batch)[0])
+
+
+class OwnScheduler(Auto):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def training_step(self, batch, batch_idx):
+        self.scheduler.step()
+        return self.losses(batch)[0]
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+class ByPercent(Auto):
+    def training_step(self, batch, batch_idx):
+        loss, _ = self.losses(batch)
+        LOG.warning("loss " + "%.4f" % loss.item())  # noqa: UP031
+        return loss
+
+
 REFUSED: dict[str, tuple[type[Auto], str]] = {
     "buffers": (WholeBuffers, "changes its buffer 'part.mean', and would do so once for each micro-batch"),
     "counter": (WholeCounter, "module 'part' (CountsByNumpy) is kept whole and changes its attribute 'calls'"),
     "result": (ResultOfLogger, "the step uses the result of self.logger.experiment.add_scalar"),
+    "file": (WritesFile, "the step opens 'losses_of_0.txt' for writing, at outside.py:"),
+    "save": (SavesTensor, "the step calls torch.save with 'kl.pt', at outside.py:"),
+    "open file": (OpenFile, "the step uses self.file, an open file"),
+    "buffer": (LazyBuffer, "the step registers the buffer 'mean_kl'"),
+    "dropout": (
+        SetsDropout,
+        "the step sets self.drop.p, an attribute of a module of torch, to another value, at outside.py:",
+    ),
+    "scheduler": (OwnScheduler, "the step uses self.scheduler, an object of the class ExponentialLR"),
+    "percent": (ByPercent, "makes a text of values in a way that cannot be repeated, such as by %"),
     "object": (PrintsObject, "the step calls print with an object of the class Normal"),
 }

@@ -174,7 +174,7 @@ def _refused(names: list[str]) -> dict[str, str]:
         strategy = PipelineStrategy(stages=2, microbatches=4)
         try:
             options = {**QUIET, "logger": Kept()}
-            L.Trainer(strategy=strategy, devices=2, max_epochs=1, **options).fit(REFUSED[name][0](), _loaders()[0])
+            L.Trainer(strategy=strategy, devices=2, max_epochs=1, **options).fit(REFUSED[name][0](), *_loaders())
             found[name] = "nothing was raised"
         except PipepartError as error:
             found[name] = str(error)

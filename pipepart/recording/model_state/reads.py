@@ -8,6 +8,7 @@ places.
 from __future__ import annotations
 
 import functools
+import io
 import math
 import types
 from argparse import Namespace
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from pipepart.errors import CaptureError
 from pipepart.recording.model_state.places import (
     MISSING,
     Attribute,
@@ -179,6 +181,7 @@ class Reads:
         if path is None or self._is_skipped(module):
             return
         text = f"self.{path}.{name}" if path else f"self.{name}"
+        _refuse_object(text, value)
         own = vars(module)
         if name in own:
             if not isinstance(value, torch.Tensor):  # the graph reads tensors where they are
@@ -316,6 +319,21 @@ class Reads:
                 return value
         self._note(place.inside(text, step), value, lightning=lightning)
         return value
+
+
+def _refuse_object(text: str, value: Any) -> None:
+    """Refuse open files, and optimizers and schedulers that the code keeps itself: their state changes unseen."""
+    if isinstance(value, io.IOBase) or type(value).__module__ == "_csv":
+        raise CaptureError(
+            f"the step uses {text}, an open file. A recorded step does not run this Python again: write to it in a hook "
+            "(on_train_batch_end), or log the values."
+        )
+    if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
+        kind = type(value).__name__
+        raise CaptureError(
+            f"the step uses {text}, an object of the class {kind}. A recorded step does not run this Python again: use "
+            "it in a hook (on_train_batch_end), or read its numbers by self.optimizers() and self.lr_schedulers()."
+        )
 
 
 def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -76,7 +76,7 @@ def outside_rng() -> tuple[Any, ...]:
 
 
 _TORCH = str(torch.__path__[0])
-_HERE = __file__.rpartition("/recorded_run/")[0]
+_HERE = __file__.rpartition("/recording/")[0] + "/"
 
 
 def user_line() -> str:

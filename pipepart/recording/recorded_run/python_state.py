@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import torch.nn as nn
 
+from pipepart.errors import CaptureError
 from pipepart.recording.model_state.places import is_plain_value
 from pipepart.recording.model_state.reachable import OWN_NAMES
 from pipepart.recording.model_state.side_effects import Effects
@@ -34,6 +35,11 @@ def keep_attributes(recorder: Recorder, before: Snapshot, repeated: Collection[t
     }  # sizes there belong to a cache of tensors
     for path, module, name, old, value in changes:
         inside = any(path == name_ or path.startswith(f"{name_}.") for name_ in whole)
+        if not path and is_watched(module) and name in module._buffers and old is None and value is not None:
+            raise CaptureError(
+                f"the step registers the buffer {name!r}. The stages of a pipeline are made before it: register it in "
+                "__init__, with its final shape, or in a hook (on_fit_start)."
+            )
         if inside and is_watched(builder.root):
             _refuse_inside(recorder, path, module, name, old, value)
         if (
