@@ -133,7 +133,8 @@ class Wholeness:
             answer_of(lambda: store.set(key, text), _ANSWER)
 
     def _key(self, rank: int) -> str:
-        return f"pipepart/ended/{self._runs}/{rank}"
+        assert self._ranks.groups is not None
+        return f"pipepart/ended/{self._ranks.groups.number}/{self._runs}/{rank}"
 
     def _wait_for_all(self) -> None:
         """Wait until the run has ended without an error on every rank. If a rank has failed, raise an error at once."""

@@ -38,7 +38,8 @@ def fit(folder: Path, steps: int, pause: float, **options: object) -> L.Trainer:
     """Train, and save the weights at the end."""
     L.seed_everything(3, verbose=False)
     module = Net(folder, pause)
-    data = DataLoader(TensorDataset(torch.randn(32, 16, dtype=torch.float64)), batch_size=8)
+    # One batch in each epoch: Lightning resumes an epoch with its first batch.
+    data = DataLoader(TensorDataset(torch.randn(8, 16, dtype=torch.float64)), batch_size=8)
     trainer = L.Trainer(
         accelerator="cpu", max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder, enable_checkpointing=False, **options,

@@ -402,15 +402,6 @@ class FilledLater(Auto):
         return kl
 
 
-OUTSIDE: list[Any] = []
-
-
-class GlobalList(Auto):
-    def weigh(self, kl):
-        OUTSIDE.append(kl.detach())
-        return kl
-
-
 class DifferentRanks(Auto):
     """A flag that one rank alone sets."""
 
@@ -430,6 +421,5 @@ REFUSED: dict[str, tuple[type[Auto], str]] = {
     "adding": (Adding, "the step reads item 'kl' of self.sums and then sets it"),
     "queue": (Queue, "the step calls popleft on self._queue, which holds other containers"),
     "filled later": (FilledLater, "the step puts a dict into self.rows and changes it afterwards"),
-    "global": (GlobalList, "global 'OUTSIDE' of stateful"),
     "ranks": (DifferentRanks, "self.flag is True on stage 0 and False on stage 1"),
 }

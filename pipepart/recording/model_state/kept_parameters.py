@@ -21,7 +21,7 @@ class KeptParameters(TorchFunctionMode):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
         self._parameters = list(parameters)
-        self._memory: dict[int, nn.Parameter] | None = None
+        self._memory: dict[int | None, nn.Parameter] | None = None
         self._saved: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = {}
 
     def __enter__(self) -> KeptParameters:
@@ -40,8 +40,7 @@ class KeptParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name[-1:] == "_" and args and (name[-2:] != "__" or name in _CHANGING):
+        if args and _changes(func):
             self.keep(args[0])
         elif "out" in kwargs:
             self.keep(kwargs["out"])
@@ -55,16 +54,35 @@ class KeptParameters(TorchFunctionMode):
                     continue
                 if self._memory is None:
                     held = [p for p in self._parameters if not p.is_meta and not isinstance(p, FakeTensor)]
-                    self._memory = {p.untyped_storage().data_ptr(): p for p in held}
-                parameter = self._memory.get(tensor.untyped_storage().data_ptr())
+                    self._memory = {_memory_of(p): p for p in held}
+                parameter = self._memory.get(_memory_of(tensor))
                 if parameter is not None and id(parameter) not in self._saved:
                     data = parameter.data
                     self._saved[id(parameter)] = parameter, data, data.clone()
 
 
 _CHANGING = frozenset(
-    ["__setitem__", "__set__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or"))]
+    ["__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or"))]
 )
+_NOT_CHANGING = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
+"""Functions that change no values, although their names end like those that do."""
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _changes(func: Any) -> bool:
+    """Whether a function of torch changes the values of its first argument. Setting `.grad` does not."""
+    name = getattr(func, "__name__", "")
+    if name[-2:] == "__":
+        return name in _CHANGING or func == _SET_DATA
+    return name[-1:] == "_" and name not in _NOT_CHANGING
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """A number for the memory of a tensor; None for wrappers of torch (transforms), which are no parameters."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def keep(tensor: torch.Tensor) -> None:
