@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning_utilities.core import rank_zero
 from outside import CASES, REFUSED
 from support.ranks import run_ranks
 from torch.utils.data import DataLoader, TensorDataset
@@ -83,7 +84,7 @@ def _loaders() -> tuple[DataLoader, DataLoader]:
 
 def _run(name: str, strategy: Any, devices: int) -> dict[str, Any]:
     module, logger, notes, printed, lines = CASES[name](), Kept(), Notes(), io.StringIO(), Lines()
-    logs = [logging.getLogger("of the user"), logging.getLogger("lightning.pytorch.utilities.rank_zero")]
+    logs = [logging.getLogger("of the user"), rank_zero.log]  # that of the package imported last
     for log in logs:
         log.addHandler(lines)
         log.setLevel(logging.INFO)

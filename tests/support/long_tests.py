@@ -45,7 +45,6 @@ LONG = {
     "tests/lightning/test_manual.py::test_equal_to_one_device[1-2-names1]",
     "tests/lightning/test_manual.py::test_equal_to_one_device[3-1-names2]",
     "tests/lightning/test_realistic.py::test_equal_to_one_device[3-3]",
-    "tests/lightning/test_outside.py::test_equal_to_one_device[2-4]",  # depends on loggers that other tests have changed
     "tests/machine/test_products.py::test_torch_imported_first_is_early_enough",
     "tests/recipes/test_finetune.py::test_equal_to_a_plain_loop_and_saved_for_others[gpt2 with adapters]",
     "tests/runtime/test_posts_end.py::test_the_posts_of_every_schedule_end[8]",
