@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 _PATIENCE = 2  # seconds that a rank has to end by itself
+_FIRST_PORT, _PORTS = 20_000, 12_000
+"""Ports of jobs of a queue, below those that Linux gives to connections of any program (32768 and above)."""
 
 _NAMES = {  # rank, local rank, processes, machines, this machine, job: variables of srun and submitit's local executor
     "SLURM_PROCID": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID"),
@@ -83,7 +85,7 @@ def join_started() -> tuple[int, int]:
             TORCHELASTIC_RUN_ID=f"job-{job}",
         )  # fmt: skip
         names.setdefault("MASTER_ADDR", host)
-        names.setdefault("MASTER_PORT", str(20000 + number % 20000))
+        names.setdefault("MASTER_PORT", str(_FIRST_PORT + number % _PORTS))
     here = int(names["LOCAL_WORLD_SIZE"])
     return here, int(names["WORLD_SIZE"]) // here
 
@@ -169,8 +171,9 @@ def run_as_task(config: dict[str, Any], folder: Path) -> str | None:
     logs = folder / "logs"
     try:
         from pipepart.cli.fit import fit
+        from pipepart.runtime.port_store import abandoned_if
 
-        with clean_output():
+        with clean_output(), abandoned_if(lambda: next((reason["text"] for reason in _reasons(logs)), None)):
             fit(config, folder)
     except Exception as error:
         _leave_reason(error, int(os.environ["RANK"]), logs)

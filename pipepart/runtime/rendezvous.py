@@ -24,6 +24,7 @@ import torch.distributed as dist
 from pipepart.devices import backend_for, local_device
 from pipepart.errors import ConfigError
 from pipepart.runtime.addresses import address_towards, check_host, interface_of, is_here, is_loopback, listen, reach
+from pipepart.runtime.port_store import reach_store, serve
 from pipepart.runtime.silence import end_when_silent
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.values import shortened
@@ -251,10 +252,7 @@ def _first_store(address: str, port: int, rank: int, size: int, timeout: timedel
     if elastic:
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
         return dist.PrefixStore(f"pipepart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    descriptor = _listen(port) if rank == 0 else None
-    return dist.TCPStore(
-        "127.0.0.1", port, size, rank == 0, timeout, wait_for_workers=False, master_listen_fd=descriptor
-    )
+    return serve(port, size, timeout) if rank == 0 else reach_store(port, size, timeout)
 
 
 def _moved(first: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -368,17 +366,6 @@ def token_digest() -> str:
     """Return the digest of PIPEPART_TOKEN, which is part of the names of keys in a store; empty without a token."""
     token = os.environ.get(_TOKEN)
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
-
-
-def _listen(port: int) -> int:
-    """Return the descriptor of a socket that listens on this port of loopback."""
-    try:
-        return listen(["127.0.0.1"], port).detach()
-    except OSError as error:  # another port would not help: the other ranks know this one only
-        raise ConfigError(
-            f"rank 0 of this job cannot listen on 127.0.0.1:{port}, the port where its ranks meet: {error}. Another job may "
-            "use it: set MASTER_PORT to a free port."
-        ) from error
 
 
 def _loopback_interface() -> str | None:

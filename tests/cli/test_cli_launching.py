@@ -54,7 +54,7 @@ def test_the_variables_of_srun_lead_to_the_right_rank(fresh: pytest.MonkeyPatch,
     assert already_started()
     assert join_started() == (4, 2)
     assert [os.environ[name] for name in RANKS] == ["5", "1", "8", "4", "1", "job-41234"]
-    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (host, "21234")
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (host, "25234")
     assert join_started() == (4, 2)  # now from the variables of torchrun
 
 
@@ -223,3 +223,22 @@ def test_submitit_runs_every_job_on_its_own_tasks(tmp_path: Path) -> None:
     assert "Traceback" not in said
     logs = {path.name for path in folder.glob("outputs/sweeps/*/*/*/logs/*")}
     assert logs and all("-rank" in name for name in logs), logs  # no task has started processes of its own
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_task_does_not_wait_for_one_that_could_not_start(tmp_path: Path) -> None:
+    """A queue ends no task when another one fails. Rank 1 would wait for the store of rank 0 until its time limit."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["train", "-m", "--config-dir", "conf", "recipe=trouble", "allow=[trouble]", "launcher=submitit_local"]
+    folder = trouble_folder(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        given = {"TROUBLE": "no", "PYTHONPATH": path_with(folder), "MASTER_PORT": str(other.getsockname()[1])}
+        process = start([*words, "devices=2", "strategy.timeout=3000", *SHORT], folder, **given)
+        said = end(process)
+    assert process.returncode == 1, said
+    (row,) = csv.DictReader(next(folder.glob("outputs/sweeps/*/*/summary.csv")).open())
+    assert row["outcome"].startswith("failed: rank 0 failed first"), said
+    reasons = {path.name: json.loads(path.read_text()) for path in folder.glob("outputs/sweeps/*/*/*/logs/failure-*")}
+    assert "cannot listen on" in reasons["failure-rank0.json"]["text"]
+    assert reasons["failure-rank1.json"]["echo"] and "cannot listen on" in reasons["failure-rank1.json"]["text"]

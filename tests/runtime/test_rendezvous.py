@@ -24,6 +24,7 @@ from support.ports import free_port
 
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.runtime import Groups, Mesh, rendezvous
+from pipepart.runtime.port_store import abandoned_if, reach_store
 from pipepart.runtime.rendezvous import job_folder, meeting_store
 from pipepart.runtime.signing import signed, verified
 
@@ -211,3 +212,14 @@ def test_objects_without_the_signature_of_the_job_are_not_read() -> None:
     for wrong in (data[:-1], data[1:], b"", pickle.dumps(print), bytes(32) + data[32:]):
         with pytest.raises(PipelineError, match="no rank of this job has signed"):
             verified(wrong, groups)
+
+
+def test_a_port_of_another_program_is_not_waited_for() -> None:
+    """It takes the connection and says nothing. torch alone would wait for its answer without a limit."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"a program uses 127.0.0.1:{port}.* Set MASTER_PORT to a free port"):
+            reach_store(port, 2, timedelta(seconds=1))
+        failed = "cannot listen on the port"
+        with abandoned_if(lambda: None), abandoned_if(lambda: failed), pytest.raises(PipelineError, match=failed):
+            reach_store(port, 2, LIMIT)
