@@ -15,16 +15,15 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pipepart.errors import ConfigError, PipelineError
-from pipepart.runtime.addresses import check_host, is_here, is_loopback, reach
+from pipepart.runtime.addresses import check_host, is_here, is_loopback
+from pipepart.runtime.port_store import reached_store
 from pipepart.runtime.rendezvous import served_store, token_digest
-from pipepart.runtime.silence import answer_of
 
 __all__ = ["Met", "meet_agents"]
 
 _SOURCE = "launcher.address"
 _NOTE = 5.0  # seconds after which a wait is said
 _PAUSE = 0.2
-_GREETING = 60.0  # seconds in which a store must greet
 _served: dict[tuple[str, int], dist.Store] = {}
 """The stores that this process serves: a sweep meets again for each of its runs."""
 
@@ -85,16 +84,10 @@ def _opened(host: str, port: int, wait: int) -> tuple[bool, str, dist.Store]:
             return True, here, _served[host, port]
         except ConfigError as error:
             busy = error  # the port is that of another agent of this job on this host, or of another program
-    place = reach(addresses, port, wait, _SOURCE, _say)
-    # A program that takes connections and says nothing would be waited for without end.
-    store, _ = answer_of(
-        lambda: dist.TCPStore(place, port, None, False, limit, wait_for_workers=False), min(wait, _GREETING)
-    )
-    if store is None:
-        raise busy or ConfigError(
-            f"the program that listens on {place} port {port} is no store of torch, and this job cannot meet there. "
-            f"The address comes from {_SOURCE}. Choose another port."
-        )
+    try:
+        place, store = reached_store(addresses, port, limit, _SOURCE, _say)
+    except ConfigError as error:
+        raise busy or error from None
     return False, place, store
 
 

@@ -105,11 +105,19 @@ def listen(addresses: Iterable[str], port: int) -> socket.socket:
     raise failed
 
 
-def reach(addresses: list[str], port: int, wait: float, source: str, note: Callable[[str], None] | None = None) -> str:
+def reach(
+    addresses: list[str],
+    port: int,
+    wait: float,
+    source: str,
+    note: Callable[[str], None] | None = None,
+    check: Callable[[], None] | None = None,
+) -> str:
     """Wait until a port of one of these addresses accepts connections, and return that address.
 
     A host that refuses connections is there, and its program may start later: it is waited for. A host that does not answer
-    at all, or to which there is no way, is an error after a few seconds. `note` is told once that a wait takes longer.
+    at all, or to which there is no way, is an error after a few seconds. `note` is told once that a wait takes longer. `check`
+    is called meanwhile and may raise.
     """
     here, begun, answered, noted = socket.gethostname(), time.monotonic(), False, False
     while True:
@@ -121,6 +129,8 @@ def reach(addresses: list[str], port: int, wait: float, source: str, note: Calla
                 answered, last = True, error
             except OSError as error:
                 last = error  # type: ignore[assignment]
+        if check is not None:
+            check()
         passed = time.monotonic() - begun
         where = f"{', '.join(addresses)} port {port}"
         if not answered and passed > min(_REACH, wait):

@@ -1,44 +1,28 @@
-"""The store on a port of this host in which ranks without a common folder meet: rank 0 serves it, the others reach it."""
+"""The store on a port in which ranks without a common folder meet: one process serves it, the others reach it."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from queue import Empty, Queue
 
 import torch.distributed as dist
 
 from pipepart.errors import ConfigError, PipelineError
-from pipepart.runtime.addresses import listen
+from pipepart.runtime.addresses import listen, reach
+from pipepart.runtime.silence import answer_of
 
-__all__ = ["abandoned_if", "reach_store", "serve"]
+__all__ = ["abandoned_if", "reached_store", "store_on_this_host"]
 
-_LOOK = 1.0  # seconds between two looks for a failure
-_GRACE = 5.0  # seconds in which torch itself notices the end of the timeout
+_GREETING = 60.0  # seconds in which a store must greet
+_LOOPBACK = "127.0.0.1"
 _failures: list[Callable[[], str | None]] = []
 """Functions that return the failure of another rank of this job, if there is one."""
 
 
-def serve(port: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return the store that this process serves on a port of loopback."""
-    try:
-        listener = listen(["127.0.0.1"], port)
-    except OSError as error:  # another port would not help: the other ranks know this one only
-        raise ConfigError(
-            f"rank 0 of this job cannot listen on 127.0.0.1:{port}, the port where its ranks meet: {error}. Another job may "
-            "use it: set MASTER_PORT to a free port."
-        ) from error
-    return dist.TCPStore(
-        "127.0.0.1", port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-
-
 @contextmanager
 def abandoned_if(failed: Callable[[], str | None]) -> Iterator[None]:
-    """Inside, a rank that waits for rank 0 asks for the failure of another rank. A queue ends no rank when another fails."""
+    """Inside, a rank that waits for a store asks for the failure of another rank. A queue ends no rank when another fails."""
     _failures.append(failed)
     try:
         yield
@@ -46,30 +30,42 @@ def abandoned_if(failed: Callable[[], str | None]) -> Iterator[None]:
         _failures.remove(failed)
 
 
-def reach_store(port: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return the store that rank 0 serves on this port, as soon as it does.
-
-    A thread opens it: torch waits without a limit for another program that uses the port and does not answer.
-    """
-    answers: Queue[dist.Store | Exception] = Queue()
-
-    def open_store() -> None:
-        try:
-            answers.put(dist.TCPStore("127.0.0.1", port, size, False, timeout, wait_for_workers=False))
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=open_store, name="pipepart-store", daemon=True).start()
-    end = time.monotonic() + timeout.total_seconds() + _GRACE
-    while time.monotonic() < end:
-        with suppress(Empty):
-            answer = answers.get(timeout=_LOOK)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-        if reason := next(filter(None, (failed() for failed in _failures)), None):
-            raise PipelineError(f"another rank of this job has failed: {reason}")
-    raise ConfigError(
-        f"a program uses 127.0.0.1:{port}, the port where the ranks of this job meet, and does not answer as rank 0 would. "
-        "Set MASTER_PORT to a free port."
+def store_on_this_host(port: int, rank: int, timeout: timedelta) -> dist.Store:
+    """Return the store on a port of loopback, which rank 0 serves."""
+    if rank != 0:
+        return reached_store([_LOOPBACK], port, timeout, "MASTER_PORT")[1]
+    try:
+        listener = listen([_LOOPBACK], port)
+    except OSError as error:  # another port would not help: the other ranks know this one only
+        raise ConfigError(
+            f"rank 0 of this job cannot listen on {_LOOPBACK}:{port}, the port where its ranks meet: {error}. Another job may "
+            "use it: set MASTER_PORT to a free port."
+        ) from error
+    return dist.TCPStore(
+        _LOOPBACK, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def reached_store(
+    addresses: list[str], port: int, timeout: timedelta, source: str, note: Callable[[str], None] | None = None
+) -> tuple[str, dist.Store]:
+    """Wait until another process serves a store at one of these addresses, and return the address and the store.
+
+    torch would wait without an end for a program that takes connections and says nothing.
+    """
+    wait = timeout.total_seconds()
+    place = reach(addresses, port, wait, source, note, _check)
+    store, _ = answer_of(
+        lambda: dist.TCPStore(place, port, None, False, timeout, wait_for_workers=False), min(wait, _GREETING), _check
+    )
+    if store is None:
+        raise ConfigError(
+            f"the program that listens on {place} port {port} is no store of torch, and this job cannot meet there. "
+            f"The address comes from {source}. Choose another port."
+        )
+    return place, store
+
+
+def _check() -> None:
+    if reason := next(filter(None, (failed() for failed in _failures)), None):
+        raise PipelineError(f"another rank of this job has failed: {reason}")

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from pipepart.devices import backend_for, local_device
 from pipepart.errors import ConfigError
-from pipepart.runtime.addresses import address_towards, check_host, interface_of, is_here, is_loopback, listen, reach
-from pipepart.runtime.port_store import reach_store, serve
+from pipepart.runtime.addresses import address_towards, check_host, interface_of, is_here, is_loopback, listen
+from pipepart.runtime.port_store import reached_store, store_on_this_host
 from pipepart.runtime.silence import end_when_silent
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.values import shortened
@@ -56,8 +56,8 @@ _INTERFACES = (_GLOO, "NCCL_SOCKET_IFNAME")
 _chosen: dict[str, str] = {}
 """The variables of interfaces that this process has set for its job."""
 _opened: dict[str, dist.Store] = {}
-_between: dict[tuple[str, int], dist.Store] = {}
-"""The stores between hosts that this process has opened, by address and port."""
+_between: dict[tuple[str, int], tuple[str, dist.Store]] = {}
+"""The stores between hosts that this process has opened, by address and port, with the address that has answered."""
 _address: list[str] = []
 """The address of this host in the network of the job, if it is on several hosts."""
 _GRACE = 5.0  # seconds
@@ -146,7 +146,7 @@ def meeting_store(
     if size == 1:
         return dist.HashStore()
     if folder is None:
-        first = _first_store(address, port, rank, size, timeout, elastic)
+        first = _first_store(address, port, rank, timeout, elastic)
         return _moved(first, rank, size, timeout)
     store = _file_store(folder)
     _arrive(store, folder, rank, size, timeout)
@@ -247,12 +247,12 @@ def _numbered(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(str(store.add(f"joined/{rank}", 1)), store)
 
 
-def _first_store(address: str, port: int, rank: int, size: int, timeout: timedelta, elastic: bool) -> dist.Store:
+def _first_store(address: str, port: int, rank: int, timeout: timedelta, elastic: bool) -> dist.Store:
     """Return a TCP store on this host in which ranks without a common folder find each other."""
     if elastic:
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
         return dist.PrefixStore(f"pipepart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return serve(port, size, timeout) if rank == 0 else reach_store(port, size, timeout)
+    return store_on_this_host(port, rank, timeout)
 
 
 def _moved(first: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -298,16 +298,15 @@ def _store_between_hosts(
     """Return the TCP store of a job on several hosts, with the token of the job in the names of all keys, if there is one."""
     source = _source_of_address()
     addresses = check_host(address, source)
-    if rank == 0 and not elastic:
-        place = next(filter(is_here, addresses), addresses[0])
-        if (address, port) not in _between:
-            _between[address, port] = served_store(address, port, timeout, source)
-    else:
-        place = reach(addresses, port, timeout.total_seconds(), source)
-        if (address, port) not in _between:
-            _between[address, port] = dist.TCPStore(place, port, None, False, timeout, wait_for_workers=False)
+    if (address, port) not in _between:
+        if rank == 0 and not elastic:
+            place = next(filter(is_here, addresses), addresses[0])
+            _between[address, port] = place, served_store(address, port, timeout, source)
+        else:
+            _between[address, port] = reached_store(addresses, port, timeout, source)
+    place, common = _between[address, port]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = _numbered(dist.PrefixStore(f"pipepart/{token_digest()}/{attempt}", _between[address, port]), rank)
+    store = _numbered(dist.PrefixStore(f"pipepart/{token_digest()}/{attempt}", common), rank)
     own = _address_between(store, place, rank, size)
     _address[:] = [] if own is None else [own]
     limit_silence(timeout.total_seconds())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -16,6 +17,7 @@ from typing import TypeVar
 __all__ = ["answer_of", "end_when_silent"]
 
 T = TypeVar("T")
+_LOOK = 1.0  # seconds between two checks
 
 
 def end_when_silent(address: str, seconds: float) -> None:
@@ -46,8 +48,11 @@ def _leads_away(connection: socket.socket, address: str) -> bool:
     return here == address != there
 
 
-def answer_of(call: Callable[[], T], seconds: float) -> tuple[T | None, bool]:
-    """Return the result of a call of the store, and whether there is one: not after an error, nor after `seconds`."""
+def answer_of(call: Callable[[], T], seconds: float, check: Callable[[], None] | None = None) -> tuple[T | None, bool]:
+    """Return the result of a call of the store, and whether there is one: not after an error, nor after `seconds`.
+
+    `check` is called meanwhile and may raise.
+    """
     found: list[T] = []
 
     def ask() -> None:
@@ -56,5 +61,9 @@ def answer_of(call: Callable[[], T], seconds: float) -> tuple[T | None, bool]:
 
     thread = threading.Thread(target=ask, daemon=True, name="pipepart-store")
     thread.start()
-    thread.join(seconds)
+    end = time.monotonic() + seconds
+    while thread.is_alive() and (left := end - time.monotonic()) > 0:
+        thread.join(left if check is None else min(left, _LOOK))
+        if check is not None and thread.is_alive():
+            check()
     return (found[0], True) if found else (None, False)

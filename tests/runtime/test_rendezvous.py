@@ -24,7 +24,7 @@ from support.ports import free_port
 
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.runtime import Groups, Mesh, rendezvous
-from pipepart.runtime.port_store import abandoned_if, reach_store
+from pipepart.runtime.port_store import abandoned_if, reached_store
 from pipepart.runtime.rendezvous import job_folder, meeting_store
 from pipepart.runtime.signing import signed, verified
 
@@ -216,10 +216,15 @@ def test_objects_without_the_signature_of_the_job_are_not_read() -> None:
 
 def test_a_port_of_another_program_is_not_waited_for() -> None:
     """It takes the connection and says nothing. torch alone would wait for its answer without a limit."""
+    here = ["127.0.0.1"]
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"a program uses 127.0.0.1:{port}.* Set MASTER_PORT to a free port"):
-            reach_store(port, 2, timedelta(seconds=1))
+        with pytest.raises(
+            ConfigError, match=f"on 127.0.0.1 port {port} is no store of torch.* comes from MASTER_PORT"
+        ):
+            reached_store(here, port, timedelta(seconds=1), "MASTER_PORT")
         failed = "cannot listen on the port"
         with abandoned_if(lambda: None), abandoned_if(lambda: failed), pytest.raises(PipelineError, match=failed):
-            reach_store(port, 2, LIMIT)
+            reached_store(here, port, LIMIT, "MASTER_PORT")
+    with abandoned_if(lambda: failed), pytest.raises(PipelineError, match=failed):
+        reached_store(here, free_port(), LIMIT, "MASTER_PORT")  # nothing listens there
