@@ -17,12 +17,11 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.launcher.api import LaunchConfig
 
 from pipepart.cli.meeting_point import meet_agents
 from pipepart.errors import ConfigError, PipelineError
-from pipepart.runtime.addresses import check_host
+from pipepart.runtime.addresses import check_host, free_port
 
 __all__ = ["launch_config"]
 
@@ -58,7 +57,7 @@ class _Meeting(RendezvousHandler):
         try:
             met = meet_agents(host, port, parameters.max_nodes, int(parameters.config["timeout"]))
             if met.node == 0:
-                met.store.set("port", str(get_free_port()))
+                met.store.set("port", str(free_port(met.address)))
             main = RendezvousStoreInfo(met.address, int(met.store.get("port")))
         except dist.DistError as error:
             raise PipelineError(

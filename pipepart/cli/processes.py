@@ -25,6 +25,7 @@ from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.files import load_json
 from pipepart.machine import shared_cores
 from pipepart.parent import end_with_parent, spawned_tied
+from pipepart.runtime.addresses import port_of_job
 from pipepart.secrets import clean, clean_output, redacted
 from pipepart.values import printable
 
@@ -39,8 +40,6 @@ __all__ = [
 ]
 
 _PATIENCE = 2  # seconds that a rank has to end by itself
-_FIRST_PORT, _PORTS = 20_000, 12_000
-"""Ports of jobs of a queue, below those that Linux gives to connections of any program (32768 and above)."""
 
 _NAMES = {  # rank, local rank, processes, machines, this machine, job: variables of srun and submitit's local executor
     "SLURM_PROCID": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID"),
@@ -85,7 +84,7 @@ def join_started() -> tuple[int, int]:
             TORCHELASTIC_RUN_ID=f"job-{job}",
         )  # fmt: skip
         names.setdefault("MASTER_ADDR", host)
-        names.setdefault("MASTER_PORT", str(_FIRST_PORT + number % _PORTS))
+        names.setdefault("MASTER_PORT", str(port_of_job(number)))
     here = int(names["LOCAL_WORLD_SIZE"])
     return here, int(names["WORLD_SIZE"]) // here
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.environment import job_environment
-from support.ports import free_port
+
+from pipepart.runtime.addresses import free_port
 
 ROOT = Path(__file__).parents[2]
 

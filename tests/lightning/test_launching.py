@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.environment import job_environment
-from support.ports import free_port
+
+from pipepart.runtime.addresses import free_port
 
 SCRIPT = """
 import json, os, sys, time

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support.environment import short_imports
-from support.ports import free_port
 
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.runtime import Groups, Mesh, rendezvous
+from pipepart.runtime.addresses import free_port
 from pipepart.runtime.port_store import abandoned_if, reached_store
 from pipepart.runtime.rendezvous import job_folder, meeting_store
 from pipepart.runtime.signing import signed, verified

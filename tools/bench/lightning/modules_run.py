@@ -10,7 +10,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 import time
 import traceback
@@ -19,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from pipepart.runtime.addresses import free_port
 from tools.bench.lightning.modules_case import Case
 from tools.bench.lightning.modules_compare import Answer, Row, judge
 
@@ -101,7 +101,7 @@ def _together(case: Case, ranks: Sequence[int | None], timeout: float) -> list[A
     context: Any = multiprocessing.get_context("fork")
     answers: dict[Any, Answer] = {}
     with tempfile.TemporaryDirectory(prefix="modules-") as folder:
-        port = _free_port()
+        port = free_port()
         processes, connections = [], {}
         for rank in ranks:
             ours, theirs = context.Pipe()
@@ -130,13 +130,6 @@ def _together(case: Case, ranks: Sequence[int | None], timeout: float) -> list[A
         for rank in ranks:
             answers[rank].said = _said(folder, rank)
     return [answers[rank] for rank in ranks]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _child(connection: Connection, case: Case, rank: int | None, port: int, folder: str) -> None:
