@@ -23,9 +23,8 @@ from pipepart.cli.forks import can_fork, run_fresh
 from pipepart.cli.libraries import load_libraries
 from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.files import load_json
-from pipepart.machine import shared_cores
+from pipepart.machine import JOB_PORTS, shared_cores
 from pipepart.parent import end_with_parent, spawned_tied
-from pipepart.runtime.addresses import port_of_job
 from pipepart.secrets import clean, clean_output, redacted
 from pipepart.values import printable
 
@@ -84,7 +83,7 @@ def join_started() -> tuple[int, int]:
             TORCHELASTIC_RUN_ID=f"job-{job}",
         )  # fmt: skip
         names.setdefault("MASTER_ADDR", host)
-        names.setdefault("MASTER_PORT", str(port_of_job(number)))
+        names.setdefault("MASTER_PORT", str(JOB_PORTS[number % len(JOB_PORTS)]))
     here = int(names["LOCAL_WORLD_SIZE"])
     return here, int(names["WORLD_SIZE"]) // here
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 
 from pipepart.errors import ConfigError, PipelineError
+from pipepart.machine import JOB_PORTS
 
 __all__ = [
     "address_towards",
@@ -25,7 +26,6 @@ __all__ = [
     "is_here",
     "is_loopback",
     "listen",
-    "port_of_job",
     "reach",
     "resolved",
 ]
@@ -36,8 +36,6 @@ _TRY = 3.0  # seconds of one attempt to connect
 _PAUSE = 0.2  # seconds between two attempts
 _NOTE = 5.0  # seconds after which a wait is said
 _BACKLOG = 1024
-_PORTS = range(20_000, 32_000)
-"""Ports of jobs, below those that Linux gives to connections of any program (32768 and above)."""
 
 
 def check_host(name: str, source: str) -> list[str]:
@@ -110,21 +108,17 @@ def listen(addresses: Iterable[str], port: int) -> socket.socket:
     raise failed
 
 
-def port_of_job(number: int) -> int:
-    """Return the port where the ranks of a job with this number meet, the same on every host."""
-    return _PORTS[number % len(_PORTS)]
-
-
 def free_port(address: str = "127.0.0.1") -> int:
     """Return a port of an address of this host that nobody listens on, for a process that starts later.
 
     A port that the system chooses may belong to a connection of any program before that process has bound it.
     """
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+    for port in random.SystemRandom().sample(JOB_PORTS, len(JOB_PORTS)):
         with suppress(OSError), closing(socket.socket(_family(address))) as probe:
             probe.bind((address, port))
             return port
-    raise PipelineError(f"every port of {address} from {_PORTS[0]} to {_PORTS[-1]} is in use on {socket.gethostname()}")
+    first, last = JOB_PORTS[0], JOB_PORTS[-1]
+    raise PipelineError(f"every port of {address} from {first} to {last} is in use on {socket.gethostname()}")
 
 
 def reach(
