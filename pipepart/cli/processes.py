@@ -23,7 +23,8 @@ from pipepart.cli.forks import can_fork, run_fresh
 from pipepart.cli.libraries import load_libraries
 from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.files import load_json
-from pipepart.machine import JOB_PORTS, shared_cores
+from pipepart.machine import shared_cores
+from pipepart.machine.ports import JOB_PORTS
 from pipepart.parent import end_with_parent, spawned_tied
 from pipepart.secrets import clean, clean_output, redacted
 from pipepart.values import printable

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 
 from pipepart.errors import ConfigError, PipelineError
-from pipepart.machine import JOB_PORTS
+from pipepart.machine.ports import JOB_PORTS
 
 __all__ = [
     "address_towards",
