@@ -108,7 +108,7 @@ def record_lightning_step(
                 f"{type(module).__name__} has automatic_optimization=False: its step uses optimizers, which exist only inside "
                 "the fit of a Trainer. Its plan is made there (PipelineStrategy), and it cannot be captured or planned alone."
             )
-        notes = collected.manual = ManualNotes(type(module).__name__, outline, collected.act)
+        notes = collected.manual = ManualNotes(type(module).__name__, module, outline, collected.act)
     given: dict[str, Any] = {"batch_idx": batch_idx}
     if dataloader_idx is not None:
         given["dataloader_idx"] = dataloader_idx

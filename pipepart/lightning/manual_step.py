@@ -61,6 +61,7 @@ class ManualNotes:
 
     name: str
     """The class of the module."""
+    module: nn.Module
     outline: OptimizerOutline
     act: Callable[[str], None]
     """Called with each act in words: all ranks must note the same."""
@@ -139,6 +140,7 @@ class ManualNotes:
         everything = frozenset(name for names in self.outline.parameters for name in names)
         own = frozenset() if self.toggled is None else frozenset(self.outline.parameters[self.toggled])
         self.frozen.append(frozenset() if self.toggled is None else everything - own)
+        moments.freeze(p for name, p in self.module.named_parameters() if name in self.frozen[-1])
         moments.advance()
 
     def _fixed(self, value: Any) -> Any:

@@ -82,6 +82,11 @@ class Gan(Manual):
         return g_opt, d_opt
 
 
+def _trained(module):
+    """The number of parameters that are trained at this moment of a step."""
+    return float(sum(parameter.requires_grad for parameter in module.parameters()))
+
+
 class ToggledGan(Gan):
     """The generator comes first and its images are kept, with toggled optimizers, clipping and schedulers."""
 
@@ -93,6 +98,7 @@ class ToggledGan(Gan):
         images = self.generator(z)
         g_loss = F.binary_cross_entropy_with_logits(self.discriminator(images), valid)
         self.log("g_loss", g_loss, prog_bar=True)
+        self.log("trained", _trained(self))
         self.manual_backward(g_loss)
         self.clip_gradients(g_opt, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
         g_opt.step()

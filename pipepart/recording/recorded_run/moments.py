@@ -5,16 +5,18 @@ A recorded run does not act. It counts the acts, and each op notes how many of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["advance", "counted", "counting", "now", "refused"]
+__all__ = ["advance", "counted", "counting", "freeze", "is_frozen", "now", "refused"]
 
 _now: int | None = None
+_frozen: frozenset[int] = frozenset()
+"""The parameters that the step has frozen for the time being, by id."""
 
 
 @contextmanager
@@ -22,10 +24,12 @@ def counted() -> Iterator[None]:
     """Count the acts of the run inside, from 0."""
     global _now
     before, _now = _now, 0
+    freeze(())
     try:
         yield
     finally:
         _now = before
+        freeze(())
 
 
 def counting() -> bool:
@@ -43,6 +47,17 @@ def advance() -> None:
 def now() -> int:
     """Return the number of acts so far."""
     return _now or 0
+
+
+def freeze(parameters: Iterable[nn.Parameter]) -> None:
+    """Freeze these parameters and no others: the step sees it in `requires_grad`, and nothing is changed."""
+    global _frozen
+    _frozen = frozenset(map(id, parameters))
+
+
+def is_frozen(func: Any, tensor: Any) -> bool:
+    """Return whether a property that the step reads is `requires_grad` of a parameter that it has frozen."""
+    return bool(_frozen) and id(tensor) in _frozen and getattr(func.__self__, "__name__", "") == "requires_grad"
 
 
 def refused(func: Any, name: str, tensor: Any, at_root: bool) -> str:

@@ -119,7 +119,7 @@ class Recorder:
         if moments.counting():
             self._check_acting(func, name, args)
         if name == "__get__":
-            return self._property(func, args)
+            return False if moments.is_frozen(func, plain_args[0]) else self._property(func, args)
         if name == "__set__" and getattr(func.__self__, "__name__", "") not in ("requires_grad", "grad"):
             if func.__self__.__name__ == "data" and set_data(self, args[0], args[1]):
                 return None
