@@ -28,6 +28,7 @@ ORDER = [
     "pipeline",
     "report",
     "lightning",
+    "ray",
     "cli",
 ]
 REPORT_READERS = {"lightning", "cli"}

@@ -33,6 +33,7 @@ _OPTIONAL = {
     "transformers": 'recipe=llama_hf and finetune_hf need it: pip install "pipepart[finetune]"',
     "peft": 'recipe=finetune_hf with LoRA needs it: pip install "pipepart[finetune]"',
     "hydra-submitit-launcher": 'launcher=slurm needs it: pip install "pipepart[slurm]"',
+    "ray": 'launcher=ray and pipepart.ray need it: pip install "pipepart[ray]"',
     "pillow": "reading picture files needs it: pip install pillow",
 }
 

@@ -125,7 +125,8 @@ def _train(words: list[str]) -> int:
         "  pipepart train resume=outputs/latest/checkpoints/last.ckpt strategy.stages=4\n"
         "  torchrun --nproc-per-node 2 -m pipepart.cli train recipe=mlp\n"
         "  pipepart train launcher=nodes launcher.nodes=2 launcher.address=HOST:29400 devices=8   (on both machines)\n"
-        "  pipepart train -m launcher=slurm devices=8 hydra.launcher.partition=gpu",
+        "  pipepart train -m launcher=slurm devices=8 hydra.launcher.partition=gpu\n"
+        "  pipepart train launcher=ray devices=8 launcher.address=auto",
     )
     parser.add_argument("-m", "--multirun", action="store_true", help="a run for every combination of key=a,b,c")
     given = parser.parse_intermixed_args(words)

@@ -31,7 +31,9 @@ from pipepart.values import printable
 
 __all__ = [
     "already_started",
+    "first_reason",
     "join_started",
+    "leave_reason",
     "refuse_inside_job",
     "run_as_rank",
     "run_as_task",
@@ -159,7 +161,7 @@ def run_as_rank(config_text: str, folder: str, named: str | None = None, parent:
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return
-            _leave_reason(error, int(os.environ.get("RANK", "0")), Path(folder) / "logs")
+            leave_reason(error, int(os.environ.get("RANK", "0")), Path(folder) / "logs")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # no threads, no hooks at exit: others wait for this one to be gone
@@ -175,10 +177,10 @@ def run_as_task(config: dict[str, Any], folder: Path) -> str | None:
         with clean_output(), abandoned_if(lambda: next((reason["text"] for reason in _reasons(logs)), None)):
             fit(config, folder)
     except Exception as error:
-        _leave_reason(error, int(os.environ["RANK"]), logs)
+        leave_reason(error, int(os.environ["RANK"]), logs)
         if int(os.environ["RANK"]) == 0 and _is_echo(error):
             time.sleep(_PATIENCE)  # the rank that failed first may still be writing its reason
-        return next((_reason_text(reason, logs) for reason in _reasons(logs)), str(error))
+        return first_reason(logs) or str(error)
     return None
 
 
@@ -187,7 +189,7 @@ def _is_echo(error: BaseException) -> bool:
     return isinstance(error, PipelineError) and any(word in str(error) for word in ("another rank", "lost"))
 
 
-def _leave_reason(error: BaseException, rank: int, logs: Path) -> None:
+def leave_reason(error: BaseException, rank: int, logs: Path) -> None:
     """Write the reason of a failure for the parent, or print it if that is not possible (on a full disk)."""
     text = str(error) if isinstance(error, PipepartError) else f"{type(error).__name__}: {error}"
     reason = {
@@ -239,6 +241,11 @@ def _reasons(logs: Path) -> list[dict[str, Any]]:
         with suppress(PipepartError):  # it was written only in part
             found.append(vars(load_json(file).read(_Reason)))
     return sorted(found, key=lambda reason: (reason["echo"], reason["when"]))
+
+
+def first_reason(logs: Path) -> str | None:
+    """The reason that the rank which failed first has left, for the user; None if no rank has left one."""
+    return next((_reason_text(reason, logs) for reason in _reasons(logs)), None)
 
 
 def _first_cause(error: Any, logs: Path) -> str:

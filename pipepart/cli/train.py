@@ -13,6 +13,7 @@ from typing import Any
 from pipepart.cli.config import checked, compose_config, written
 from pipepart.cli.console import bold, quiet_libraries, shown
 from pipepart.cli.processes import already_started, join_started, run_as_rank, start_ranks
+from pipepart.cli.ray_jobs import check_ray, start_workers
 from pipepart.cli.targets import build
 from pipepart.errors import ConfigError, PipepartError
 from pipepart.files import load_json, may_fail
@@ -104,7 +105,11 @@ def check_run(config: dict[str, Any], queued: bool = False) -> None:
         raise ConfigError(
             f"resume: there is no checkpoint {resume!r}; expected a file or the folder of a sharded checkpoint"
         )
-    if launcher["nodes"] > 1 and not launcher["address"] and not (queued or already_started()):
+    if launcher["engine"] not in ("torch", "ray"):
+        raise ConfigError(f"launcher.engine must be torch or ray, got {launcher['engine']!r}")
+    if launcher["engine"] == "ray":
+        check_ray(config)
+    elif launcher["nodes"] > 1 and not launcher["address"] and not (queued or already_started()):
         raise ConfigError(
             "launcher.nodes > 1 needs launcher.address=HOST:PORT of one of the machines, the same on each"
         )
@@ -161,12 +166,14 @@ def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]
     folder = prepare_folder(config, overrides)
     count = f"{config['devices']} process{'es' if config['devices'] > 1 else ''}"
     nodes = config["launcher"]["nodes"]
-    if nodes > 1:
+    if config["launcher"]["engine"] == "ray":
+        count = f"{nodes * config['devices']} workers of Ray"
+    elif nodes > 1:
         count += f" on each of {nodes} machines"
     print(f"{bold('pipepart train')}  recipe {config['name']}, {count}, output in {shown(folder)}", flush=True)
-    start_ranks(config, folder)
+    (start_workers if config["launcher"]["engine"] == "ray" else start_ranks)(config, folder)
     _show_paths(folder)
-    if nodes > 1 and not (folder / "result.json").exists():
+    if nodes > 1 and config["launcher"]["engine"] == "torch" and not (folder / "result.json").exists():
         print("\nThe first rank ran on another machine: the report and the checkpoints are there.", flush=True)
     return read_result(folder)
 

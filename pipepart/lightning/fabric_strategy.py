@@ -290,7 +290,7 @@ class FabricMethods(FabricCheckpoints, _Base):
         assert self.cluster_environment is not None
         _ = self.mesh  # raises here, before any process is started, if the devices do not fit the stages
         given = self.cluster_environment, self.num_processes, self.num_nodes
-        self._launcher = launcher_for(of(self), *given, package="fabric")
+        self._launcher = launcher_for(of(self), *given, package="fabric") if self._launched or self._alone else None
 
     def setup_environment(self) -> None:
         assert self.accelerator is not None and self.cluster_environment is not None

@@ -15,7 +15,7 @@ __all__ = ["PACKAGES", "Namespace", "either", "loaded", "named", "of", "overridd
 _HOMES = {
     "fabric": ("Fabric",),
     "fabric.plugins": ("CheckpointIO", "TorchCheckpointIO"),
-    "fabric.plugins.environments": ("LightningEnvironment",),
+    "fabric.plugins.environments": ("ClusterEnvironment", "LightningEnvironment"),
     "fabric.utilities": ("move_data_to_device",),
     "fabric.utilities.device_dtype_mixin": ("_update_properties",),
     "fabric.utilities.distributed": ("_all_gather_ddp_if_available", "_init_dist_connection"),

@@ -21,15 +21,16 @@ from pipepart.lightning.clipping import connect_clipping
 from pipepart.lightning.data import loader_number, reopen, shared_example, steps_ahead
 from pipepart.lightning.hooks import HookedStrategy, follow_hooks, outside_hooks
 from pipepart.lightning.kept_on_host import only_shapes, too_large
+from pipepart.lightning.known_ranks import KnownRanks
 from pipepart.lightning.late_plan import LatePlans
 from pipepart.lightning.launcher import launcher_for
 from pipepart.lightning.loss_scaling import LossScaling, match_device
 from pipepart.lightning.materialise import check_can_be_filled, fill_stage
 from pipepart.lightning.namespaces import of
-from pipepart.lightning.one_process import OneProcess
 from pipepart.lightning.own_backward import hand_over_by_backward
 from pipepart.lightning.random_states import isolate_rng
-from pipepart.lightning.ranks import RankCollectives, device_of
+from pipepart.lightning.ranks import RankCollectives
+from pipepart.lightning.ray_workers import refuse_shards_by_rank
 from pipepart.lightning.read_once import read_once
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.refusals import check_module, check_optimizers, check_steps, check_trainer
@@ -65,7 +66,7 @@ _TRACED = frozenset({3, 10})
     "barrier", "broadcast", "reduce", "all_gather", "reduce_boolean_decision",
 )  # fmt: skip
 class PipelineStrategy(
-    LatePlans, RunParts, OneProcess, BoundStrategy, HookedStrategy, RankCollectives, RunFeatures, ParallelStrategy
+    LatePlans, RunParts, KnownRanks, BoundStrategy, HookedStrategy, RankCollectives, RunFeatures, ParallelStrategy
 ):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
@@ -137,15 +138,6 @@ class PipelineStrategy(
         return self._ranks.mesh
 
     @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return device_of(self.local_rank, self.parallel_devices)
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 1
-
-    @property
     def is_distributed(self) -> bool:
         """Whether data is divided among ranks. The stages of one replica work on the same data."""
         return self.mesh.replicas > 1
@@ -211,7 +203,7 @@ class PipelineStrategy(
         assert self.cluster_environment is not None
         _ = self.mesh  # raises here, before any process is started, if the devices do not fit the stages
         self._launcher = None
-        if not self._alone:
+        if self._launched:
             self._launcher = launcher_for(of(self), self.cluster_environment, self.num_processes, self.num_nodes)
 
     @contextmanager
@@ -256,6 +248,7 @@ class PipelineStrategy(
             self.step_times = []
         self._patches.undo()  # those of a run that has ended without a teardown
         connect_callbacks(trainer, self._patches, self._ranks.gather)
+        refuse_shards_by_rank(self.cluster_environment, self.mesh.stages, self._patches)
         self._whole.enter(module, fitting)
         self._late = False
         if self._whole.runtime is None:
@@ -317,7 +310,7 @@ class PipelineStrategy(
         if step == "training_step":  # the rehearsal of a plan from a file may have run on another machine
             self.rehearsed = steps.rehearse(example, steps_ahead(trainer))
             self._plan = replace(self.runtime.plan, rehearsed=self.rehearsed)
-        notes = f"{self._ranks.describe_nodes(self.num_nodes)}{steps.describe(step, built)}{self._compiled(module)}"
+        notes = f"{self._ranks.describe_nodes(self.node_rank)}{steps.describe(step, built)}{self._compiled(module)}"
         tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{notes}\n")
 
     def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from pipepart.errors import ConfigError
 from pipepart.lightning.data import ends_together, needs_agreement
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.namespaces import either, loaded, of
+from pipepart.lightning.ray_workers import RayWorkers
 from pipepart.options import Options
 from pipepart.parent import outlive_parent
 from pipepart.runtime import Groups, Mesh, fit_mesh
@@ -29,18 +30,7 @@ from pipepart.runtime.watcher import watch
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
-__all__ = ["RankCollectives", "Ranks", "device_of"]
-
-
-def device_of(local_rank: int, devices: Sequence[torch.device]) -> torch.device:
-    """The device of the process with this number on its host, among the devices that the trainer uses here."""
-    if local_rank >= len(devices):
-        raise ConfigError(
-            f"the process with number {local_rank} of this host has no device: the trainer uses {len(devices)} here "
-            f"({', '.join(map(str, devices))}), one for each process. Start as many processes per host as Trainer(devices=...) "
-            "says, and make all devices of the host visible to each of them."
-        )
-    return devices[local_rank]
+__all__ = ["RankCollectives", "Ranks"]
 
 
 class Ranks:
@@ -84,6 +74,8 @@ class Ranks:
             rank, world = environment.global_rank(), environment.world_size()
             address, port = environment.main_address, environment.main_port
             store = meeting_store(address, port, rank, world, timeout, one_host=nodes == 1)
+        if isinstance(environment, RayWorkers):
+            environment.share_secret()
         listen_locally()
         with closed_to_strangers():
             of(environment)._init_dist_connection(environment, backend_for(device), timeout=timeout, store=store)
@@ -95,20 +87,19 @@ class Ranks:
         """End a run: the environment of this process is that of the user again."""
         leave_environment()
 
-    def describe_nodes(self, nodes: int) -> str:
-        """The stages on each node, one line per node; empty for a single node.
+    def describe_nodes(self, node: int) -> str:
+        """The stages on each node, one line per node; empty for a single node. `node` is the number of this one.
 
-        The stages of a replica are neighbours, so that few edges cross nodes.
+        All ranks must call it together. The stages of a replica are neighbours, so that few edges cross nodes.
         """
-        if nodes == 1:
+        places: dict[int, list[str]] = {}
+        for rank, number in enumerate(self.gather(node)):
+            places.setdefault(number, []).append(
+                f"replica {self.mesh.replica_of(rank)} stage {self.mesh.stage_of(rank)}"
+            )
+        if len(places) == 1:
             return ""
-        count = self.mesh.world_size // nodes
-        lines = []
-        for node in range(nodes):
-            ranks = range(node * count, (node + 1) * count)
-            places = [f"replica {self.mesh.replica_of(r)} stage {self.mesh.stage_of(r)}" for r in ranks]
-            lines.append(f"\nnode {node}     {', '.join(places)}")
-        return "".join(lines)
+        return "".join(f"\nnode {number}     {', '.join(places[number])}" for number in sorted(places))
 
     # ---- collectives
 

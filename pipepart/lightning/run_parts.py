@@ -43,7 +43,7 @@ class RunParts:
     def _make_parts(self) -> None:
         """Make all parts as before the first run."""
         own: Any = self
-        self._ranks = Ranks(self._options, lambda: own.num_nodes * own.num_processes, lambda: own.root_device)
+        self._ranks = Ranks(self._options, lambda: own._processes, lambda: own.root_device)
         self._whole = Wholeness(self._ranks, lambda: own.after)
         self._checkpoints = Checkpoints(self._ranks, lambda: own.sharded)
         self._batches = BatchPlaces(lambda: own._module_and_trainer()[1], self._whole)

@@ -30,6 +30,7 @@ from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.values import shortened
 
 __all__ = [
+    "TOKEN",
     "job_folder",
     "job_key",
     "job_store",
@@ -48,7 +49,7 @@ __all__ = [
 
 _FOLDER = "PIPEPART_JOB"
 """The variable with the private folder in which the processes of a job on one host meet."""
-_TOKEN = "PIPEPART_TOKEN"
+TOKEN = "PIPEPART_TOKEN"
 """The variable with a secret of the user, equal on all hosts of a job. It is never sent."""
 _FILE = "store"
 _GLOO = "GLOO_SOCKET_IFNAME"
@@ -99,7 +100,7 @@ def job_key() -> bytes:
     On one host only the user of the job can read it. On several hosts it is secret if the user has set PIPEPART_TOKEN.
     """
     found = job_store().compare_set("pipepart/key", "", os.urandom(16).hex())
-    return hashlib.sha256(os.environ.get(_TOKEN, "").encode() + found).digest()
+    return hashlib.sha256(os.environ.get(TOKEN, "").encode() + found).digest()
 
 
 @contextmanager
@@ -278,11 +279,11 @@ def _moved(first: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.
         return store
     if rank == 0:
         _remove(folder, os.getpid())
-    if not os.environ.get(_TOKEN):
+    if not os.environ.get(TOKEN):
         raise ConfigError(
             f"the ranks of this job have no private folder in common: rank {', '.join(map(str, without)) or rank} cannot open "
             f"{shortened(folder)} of rank 0. Without it, other users of this host could write to the store in which the ranks "
-            f"meet. If the ranks run in containers with separate file systems, set {_TOKEN} to one secret in all of them."
+            f"meet. If the ranks run in containers with separate file systems, set {TOKEN} to one secret in all of them."
         )
     return first
 
@@ -363,7 +364,7 @@ def _address_between(store: dist.Store, place: str, rank: int, size: int) -> str
 
 def token_digest() -> str:
     """Return the digest of PIPEPART_TOKEN, which is part of the names of keys in a store; empty without a token."""
-    token = os.environ.get(_TOKEN)
+    token = os.environ.get(TOKEN)
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 

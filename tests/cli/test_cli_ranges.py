@@ -53,6 +53,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("optimizer.betas=[0.9,2.0]", "optimizer: torch.optim.AdamW refuses its arguments"),
         ("launcher.nodes=0", "launcher.nodes must be a number of at least 1"),
         ("launcher.wait=-1", "launcher.wait must be a number above 0"),
+        ("launcher.failures=-2", "launcher.failures must be a number of at least -1"),
+        ("launcher.engine=slurm", "launcher.engine must be torch or ray, got 'slurm'"),
         ("seed=-1", "seed must be a number of at least 0"),
         ("trainer.max_steps=-5", "trainer.max_steps must be a number of at least -1"),
         (f"model.width={HUGE}", "model.width must be a finite number below 2**63"),

@@ -12,7 +12,9 @@ from host_jobs import PATIENCE, both_ended, listening, train_on
 from support.hosts import Host, made_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
-LIMIT = 20  # seconds; the timeout of the job, which its ranks also have to start (6 s were too few beside busy processes)
+LIMIT = (
+    20  # seconds; the timeout of the job, which its ranks also have to start (6 s were too few beside busy processes)
+)
 
 
 def _training(hosts: list[Host], ranks: int, folder: Path) -> list[subprocess.Popen[str]]:

@@ -20,7 +20,7 @@ from watching import QUIET
 
 from pipepart import PipelineStrategy
 from pipepart.errors import ConfigError, PipepartError
-from pipepart.lightning.ranks import device_of
+from pipepart.lightning.known_ranks import device_of
 
 
 class Manual(Boring):
