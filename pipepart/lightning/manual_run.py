@@ -56,13 +56,13 @@ class ManualSteps:
         """Cut a recorded step into segments and prove them on the example `batch`."""
         known = {item.name for item in recording.inputs}
         numbers = {key: value for key, value in numbers.items() if key in known}
-        acts, own = notes.acts, 1 + len(notes.losses) if notes.losses else 0
+        acts, own = notes.acts, 1 + notes.backwards if notes.backwards else 0
         wanted = range(own, len(_outputs(recording)))
         redraws = self._job.options.randomness == "op"
         segments = cut_segments(recording, acts, notes.frozen, wanted, numbers, redraws)
         prove_segments(recording, segments, acts, notes.frozen, recording.flatten((batch,), numbers), self._job.context)
         names = {f"{name}/{index + 1}": segment for index, segment in enumerate(segments)}
-        self._scripts[name] = _Script(recording, tuple(notes.done), names)
+        self._scripts[name] = _Script(recording, tuple(notes.recorded), names)
 
     def steps(self, name: str, effects: Mapping[str, Effects]) -> list[Step]:
         """The segments of a recorded step, as steps for the runtime."""

@@ -68,16 +68,17 @@ class ManualNotes:
     done: list[ManualAct] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     frozen: list[frozenset[str]] = field(default_factory=list)
-    """The parameters that are frozen before each act, and after the last one."""
+    """The parameters that are frozen before each act, and after the last one, in the first run that has reached its end."""
     toggled: int | None = None
     steps: int = 0
     """The number of steps of optimizers so far."""
-    _first: list[ManualAct] | None = None
+    _recorded: list[ManualAct] | None = None  # runs with batches of other sizes may fail on the way
+    _frozen: list[frozenset[str]] = field(default_factory=list)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around one run of the step."""
-        self.done, self.losses, self.frozen, self.toggled, self.steps = [], [], [frozenset()], None, 0
+        self.done, self.losses, self._frozen, self.toggled, self.steps = [], [], [frozenset()], None, 0
         with moments.counted():
             yield
 
@@ -100,12 +101,12 @@ class ManualNotes:
                 f"{self.name}.training_step calls toggle_optimizer without untoggle_optimizer: the parameters of other "
                 "optimizers would stay frozen. Call untoggle_optimizer before the step ends."
             )
-        if self._first is None:
-            self._first = self.done
-        elif self._first != self.done:
+        if self._recorded is None:
+            self._recorded, self.frozen = self.done, self._frozen
+        elif self._recorded != self.done:
             raise CaptureError(
                 f"{self.name}.training_step calls its optimizers differently for batches of another size.\n  expected: "
-                f"{[act.text for act in self._first]}\n  got: {[act.text for act in self.done]}\n"
+                f"{[act.text for act in self._recorded]}\n  got: {[act.text for act in self.done]}\n"
                 "  do: decide by batch_idx, global_step or attributes of the module"
             )
         leaves, tree = trees.flatten(result)
@@ -119,6 +120,16 @@ class ManualNotes:
         return made
 
     @property
+    def recorded(self) -> list[ManualAct]:
+        """The acts of the first run that has reached its end."""
+        assert self._recorded is not None
+        return self._recorded
+
+    @property
+    def backwards(self) -> int:
+        return sum(act.kind == "backward" for act in self.recorded)
+
+    @property
     def acts(self) -> list[Act]:
         """The acts as the cut into segments takes them. The losses are the outputs after their sum."""
         return [
@@ -127,7 +138,7 @@ class ManualNotes:
                 changes=frozenset(self.outline.parameters[act.index]) if act.kind == "step" else frozenset(),
                 text=act.text,
             )
-            for act in self.done
+            for act in self.recorded
         ]
 
     # ---- called by the step
@@ -139,8 +150,8 @@ class ManualNotes:
         self.done.append(act)
         everything = frozenset(name for names in self.outline.parameters for name in names)
         own = frozenset() if self.toggled is None else frozenset(self.outline.parameters[self.toggled])
-        self.frozen.append(frozenset() if self.toggled is None else everything - own)
-        moments.freeze(p for name, p in self.module.named_parameters() if name in self.frozen[-1])
+        self._frozen.append(frozenset() if self.toggled is None else everything - own)
+        moments.freeze(p for name, p in self.module.named_parameters() if name in self._frozen[-1])
         moments.advance()
 
     def _fixed(self, value: Any) -> Any:

@@ -240,8 +240,28 @@ class Accumulated(Manual):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
 
+class OneSample(Manual):
+    """Batches of one sample, without labels. No dimension is known to be that of samples, so other sizes are tried."""
+
+    def make(self) -> None:
+        self.model = _layers(FEATURES, 16, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+        with opt.toggle_model():
+            loss = self.model(batch).square().mean()
+            opt.zero_grad()
+            self.manual_backward(loss)
+            opt.step()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 MODULES: dict[str, Any] = {
-    kind.__name__: kind for kind in (Gan, ToggledGan, NormGan, NoisyGan, ActorCritic, Adversary, Accumulated)
+    kind.__name__: kind for kind in (Gan, ToggledGan, NormGan, NoisyGan, ActorCritic, Adversary, Accumulated, OneSample)
 }
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from manual import MODULES, REFUSED, data
 from support.ranks import run_ranks
 from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.data import DataLoader
 from watching import QUIET, assert_same_run, run_fit
 
 from pipepart import PipelineStrategy
@@ -75,6 +76,19 @@ def test_equal_to_one_device(stages: int, replicas: int, names: list[str]) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def _fit_one_sample(stages: int) -> dict[str, Any]:
+    strategy: Any = PipelineStrategy(stages=stages) if stages > 1 else "auto"
+    samples = data(batch_size=1).dataset.tensors[0]  # type: ignore[attr-defined]
+    return run_fit(MODULES["OneSample"](), DataLoader(samples), None, strategy, stages, **DOUBLE)
+
+
+def test_a_step_that_fails_with_batches_of_other_sizes() -> None:
+    """All of its acts are done. Before, those after the place of the failure were not."""
+    expected = _fit_one_sample(1)
+    for rank, answer in enumerate(run_ranks(2, _fit_one_sample, 2)):
+        assert_same_run(answer, expected, f"rank {rank}")
+
+
 def test_batch_norm_changes_its_statistics_once() -> None:
     _check(["NormGan"], 2, 1, microbatches=1)
 

@@ -31,6 +31,10 @@ def test_outside_of_a_worker() -> None:
 
 def test_without_ray() -> None:
     """The message says what to install; the rest of pipepart does not import Ray."""
-    program = "import sys; sys.modules['ray'] = None\nimport pipepart.lightning\nassert 'ray.train' not in sys.modules\n"
-    done = subprocess.run([sys.executable, "-c", f"{program}import pipepart.ray"], capture_output=True, text=True, timeout=120)
+    program = (
+        "import sys; sys.modules['ray'] = None\nimport pipepart.lightning\nassert 'ray.train' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}import pipepart.ray"], capture_output=True, text=True, timeout=120
+    )
     assert 'ImportError: pipepart.ray needs Ray Train: pip install "pipepart[ray]"' in done.stderr
