@@ -241,23 +241,26 @@ class Accumulated(Manual):
 
 
 class OneSample(Manual):
-    """Batches of one sample, without labels. No dimension is known to be that of samples, so other sizes are tried."""
+    """Batches of one sample, and assertions on what is frozen, as in Lightning's own tests."""
 
     def make(self) -> None:
-        self.model = _layers(FEATURES, 16, CLASSES)
+        self.first, self.second = _layers(FEATURES, 16, 16), _layers(16, 16, CLASSES)
 
     def training_step(self, batch, batch_idx):
-        opt = self.optimizers()
-        with opt.toggle_model():
-            loss = self.model(batch).square().mean()
+        one, other = self.optimizers()
+        for opt, mine, frozen in ((one, self.first, self.second), (other, self.second, self.first)):
+            self.toggle_optimizer(opt)
+            loss = self.second(self.first(batch)).square().mean()
             opt.zero_grad()
             self.manual_backward(loss)
+            assert mine[0].weight.requires_grad is True
+            assert frozen[0].weight.requires_grad is False
             opt.step()
-        self.log("loss", loss)
+            self.untoggle_optimizer(opt)
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.second)]
 
 
 MODULES: dict[str, Any] = {
