@@ -28,6 +28,8 @@ __all__ = ["launch_config"]
 _BACKEND = "pipepart"
 _PORT = 29400
 """The port of a meeting at an address without one, as in torch."""
+_LAST_CALL = 10.0
+"""Seconds that machines wait for the others before they go on without them."""
 
 
 class _Meeting(RendezvousHandler):
@@ -55,7 +57,8 @@ class _Meeting(RendezvousHandler):
             return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
         host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=_PORT)
         try:
-            met = meet_agents(host, port, parameters.max_nodes, int(parameters.config["timeout"]))
+            wait, grace = int(parameters.config["timeout"]), parameters.config["grace"]
+            met = meet_agents(host, port, parameters.max_nodes, wait, parameters.min_nodes, grace)
             if met.node == 0:
                 met.store.set("port", str(free_port(met.address)))
             main = RendezvousStoreInfo(met.address, int(met.store.get("port")))
@@ -64,7 +67,7 @@ class _Meeting(RendezvousHandler):
                 f"the connection to {parameters.endpoint}, where the machines of this job meet, was lost: {error}. The command "
                 "on the machine with this address has ended, or the network between the machines is broken."
             ) from error
-        return RendezvousInfo(met.store, met.node, parameters.max_nodes, main)
+        return RendezvousInfo(met.store, met.node, met.nodes, main)
 
     def is_closed(self) -> bool:
         return self._closed
@@ -83,8 +86,13 @@ class _Meeting(RendezvousHandler):
         return True
 
 
-def launch_config(config: dict[str, Any], logs: Path, patience: int, start_method: str = "spawn") -> LaunchConfig:
-    """Return the settings of the agent. `patience` is the number of seconds that a rank has to end by itself."""
+def launch_config(
+    config: dict[str, Any], logs: Path, patience: int, start_method: str = "spawn", again: bool = False
+) -> LaunchConfig:
+    """Return the settings of the agent. `patience` is the number of seconds that a rank has to end by itself.
+
+    `again`: the job has lost ranks, and does not wait long for machines that it can go on without.
+    """
     count, launcher = int(config["devices"]), config["launcher"]
     nodes = int(launcher["nodes"])
     rendezvous_handler_registry.register(_BACKEND, _Meeting)
@@ -95,13 +103,17 @@ def launch_config(config: dict[str, Any], logs: Path, patience: int, start_metho
             raise ConfigError(f"launcher.address must be HOST:PORT, got {launcher['address']!r}: {error}") from error
         check_host(host, "launcher.address")
     return LaunchConfig(
-        min_nodes=nodes,
+        min_nodes=int(launcher["min_nodes"] or nodes),
         max_nodes=nodes,
         nproc_per_node=count,
         run_id=f"pipepart-{os.getpid()}" if nodes == 1 else "pipepart",
         rdzv_backend=_BACKEND,
         rdzv_endpoint="" if nodes == 1 else str(launcher["address"]),
-        rdzv_configs={"timeout": int(launcher["wait"]), "read_timeout": int(launcher["wait"])},
+        rdzv_configs={
+            "timeout": int(launcher["wait"]),
+            "read_timeout": int(launcher["wait"]),
+            "grace": _LAST_CALL if again else None,
+        },
         local_addr="127.0.0.1" if nodes == 1 else None,
         max_restarts=0,
         monitor_interval=0.2,

@@ -30,47 +30,73 @@ _served: dict[tuple[str, int], dist.Store] = {}
 
 @dataclass(frozen=True)
 class Met:
-    """The result of a meeting of all agents."""
+    """The result of a meeting of agents."""
 
     store: dist.Store
     node: int
     """The number of this host in the job."""
+    nodes: int
+    """The number of hosts."""
     address: str
     """The address of the first host, as the others reach it."""
 
 
-def meet_agents(host: str, port: int, nodes: int, wait: int) -> Met:
-    """Wait until the agents of all hosts are here, and return the number of this one; raise an error after `wait` seconds."""
-    begun = time.monotonic()
+def meet_agents(host: str, port: int, nodes: int, wait: int, least: int = 0, grace: float | None = None) -> Met:
+    """Wait until the agents of all hosts are here, and return the number of this one; raise an error after `wait` seconds.
+
+    If `least` hosts are enough, the first host begins without the others after `grace` seconds (default: `wait`). A process may
+    meet again: for each run of a sweep, and after a failure. Each meeting is a turn that the first host opens and closes.
+    """
+    begun, least = time.monotonic(), least or nodes
     first, place, store = _opened(host, port, wait)
     store = dist.PrefixStore(f"pipepart/{token_digest()}", store)
     store.set_timeout(timedelta(seconds=wait))
-    # A sweep meets once for each run: the first host counts its meetings, the others count themselves.
-    turn, node = (store.add("first", 1) - 1, 0) if first else divmod(store.add("others", 1) - 1, nodes - 1)
-    node += 0 if first else 1
-    store = dist.PrefixStore(str(turn), store)
-    if not first and not is_loopback(place):
-        store.set("address", place)
-    here = store.add("here", 1)
-    if here == nodes:
-        store.set("all here", "")
     noted = False
-    while not store.check(["all here"]):  # not `wait`, in which Python handles no signals
-        passed = time.monotonic() - begun
+    number, turn = (1, _opened_turn(store)) if first else (0, store)
+    while True:  # not `store.wait`, in which Python handles no signals
+        if not first and number == 0:
+            number, turn = _joined_turn(store, place)
+        if number and turn.check(["closed"]):
+            count = int(turn.get("closed"))
+            if number <= count:
+                break
+            number = 0  # too late for this one
+        here, passed = turn.add("here", 0) if number else 0, time.monotonic() - begun
+        if first and (here >= nodes or (here >= least and passed > (wait if grace is None else grace))):
+            told = turn.get("address").decode(errors="replace") if turn.check(["address"]) else place
+            turn.set("main", told if is_here(told) else place)
+            turn.set("closed", str(min(here, nodes)))
+            continue
         if passed > wait:
             raise PipelineError(
                 f"the {nodes} machines of this job have not met at {_SOURCE}={host}:{port} within {wait} s: "
-                f"{store.add('here', 0)} of them came. Start the same command, with the same launcher.nodes and the same "
+                f"{here} of them came. Start the same command, with the same launcher.nodes and the same "
                 "PIPEPART_TOKEN, on each of them, or set a larger launcher.wait."
             )
         if passed > _NOTE and not noted:
             noted = True
-            _say(f"waiting for {nodes - store.add('here', 0)} of {nodes} machines at {host}:{port} (at most {wait} s)")
+            _say(f"waiting for {nodes - here} of {nodes} machines at {host}:{port} (at most {wait} s)")
         time.sleep(_PAUSE)
-    if first:
-        told = store.get("address").decode(errors="replace") if store.check(["address"]) else place
-        store.set("main", told if is_here(told) else place)
-    return Met(store, node, store.get("main").decode(errors="replace"))
+    return Met(turn, number - 1, count, turn.get("main").decode(errors="replace"))
+
+
+def _opened_turn(store: dist.Store) -> dist.Store:
+    """Open the next turn, with this host, the first one, as its number 1."""
+    number = store.add("turn", 0) + 1
+    turn = dist.PrefixStore(str(number), store)
+    turn.add("here", 1)
+    store.add("turn", 1)
+    return turn
+
+
+def _joined_turn(store: dist.Store, place: str) -> tuple[int, dist.Store]:
+    """Join the turn that is open; returns the number of this host in it, or 0 if none is."""
+    turn = dist.PrefixStore(str(store.add("turn", 0)), store)
+    if store.add("turn", 0) == 0 or turn.check(["closed"]):
+        return 0, store
+    if not is_loopback(place):
+        turn.set("address", place)
+    return turn.add("here", 1), turn
 
 
 def _opened(host: str, port: int, wait: int) -> tuple[bool, str, dist.Store]:

@@ -21,6 +21,7 @@ from typing import Any
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.cli.forks import can_fork, run_fresh
 from pipepart.cli.libraries import load_libraries
+from pipepart.cli.restarts import Restarts, last_checkpoint, shape_left
 from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.files import load_json
 from pipepart.machine import shared_cores
@@ -116,19 +117,29 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
     os.environ.setdefault("OMP_NUM_THREADS", str(shared_cores(int(config["devices"]))))
     alone = int(config["launcher"]["nodes"]) == 1
     forks = alone and can_fork()  # the agents of several machines meet in a store, which has a thread
-    launch = launch_config(config, logs, _PATIENCE, "fork" if forks else "spawn")
-    given = (json.dumps(config), str(folder), named, os.getpid())
+    restarts = Restarts(config, folder)
     try:
-        with spawned_tied(), job_folder() if alone else nullcontext():
-            if forks:
-                elastic_launch(launch, run_fresh)(run_as_rank, *given)
-            else:
-                elastic_launch(launch, run_as_rank)(*given)
-    except ChildFailedError as error:
-        raise PipelineError(_first_cause(error, logs)) from None
+        while True:
+            launch = launch_config(config, logs, _PATIENCE, "fork" if forks else "spawn", restarts.count > 0)
+            given = (json.dumps(config), str(folder), named, os.getpid())
+            try:
+                with spawned_tied(), job_folder() if alone else nullcontext():
+                    if forks:
+                        elastic_launch(launch, run_fresh)(run_as_rank, *given)
+                    else:
+                        elastic_launch(launch, run_as_rank)(*given)
+                return
+            except ChildFailedError as error:
+                cause = _first_cause(error, logs)
+            if not restarts.another():
+                raise PipelineError(cause)
+            print(f"pipepart train: {cause}\n{restarts.text}", flush=True)
+            config = restarts.config
+            for file in logs.glob("failure-rank*.json"):
+                file.unlink(missing_ok=True)
     except (SignalException, KeyboardInterrupt) as error:
         name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
-        last = folder / "checkpoints" / "last.ckpt"
+        last = last_checkpoint(folder)
         hint = f" Continue with resume={shown(last)}" if last.exists() else ""
         raise PipelineError(f"stopped by {name}; all processes have ended.{hint}") from None
 
@@ -157,7 +168,7 @@ def run_as_rank(config_text: str, folder: str, named: str | None = None, parent:
             else:
                 from pipepart.cli.fit import fit
 
-                fit(config, Path(folder))
+                fit(shape_left(config), Path(folder))
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return

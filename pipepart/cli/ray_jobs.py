@@ -14,6 +14,7 @@ from typing import Any
 from pipepart.cli.console import shown
 from pipepart.cli.libraries import load_libraries
 from pipepart.cli.processes import first_reason, leave_reason
+from pipepart.cli.restarts import last_checkpoint, written
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.secrets import clean_output, redacted
 
@@ -44,7 +45,7 @@ def start_workers(config: dict[str, Any], folder: Path) -> None:
     trainer = TorchTrainer(
         _work,
         train_loop_config={
-            "config": config, "folder": str(folder), "from": os.getcwd(), "before": _written(_last(folder)),
+            "config": config, "folder": str(folder), "from": os.getcwd(), "before": written(last_checkpoint(folder)),
         },
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=_wants_gpu(config, ray.cluster_resources())),
         run_config=RunConfig(
@@ -54,7 +55,7 @@ def start_workers(config: dict[str, Any], folder: Path) -> None:
     try:
         trainer.fit()
     except KeyboardInterrupt:
-        last = _last(folder)
+        last = last_checkpoint(folder)
         hint = f" Continue with resume={shown(last)}" if last.exists() else ""
         raise PipelineError(f"stopped by SIGINT; all workers have ended.{hint}") from None
     except Exception as error:
@@ -93,15 +94,6 @@ def _wants_gpu(config: dict[str, Any], resources: dict[str, float]) -> bool:
     return kind in ("gpu", "cuda") or (kind == "auto" and resources.get("GPU", 0.0) > 0)
 
 
-def _last(folder: Path) -> Path:
-    return folder / "checkpoints" / "last.ckpt"
-
-
-def _written(path: Path) -> int | None:
-    """A number that is another one after the checkpoint was written again; None without a checkpoint."""
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
 def _work(given: dict[str, Any]) -> None:
     """Run as one worker. After a failure the workers run again, and go on from the last checkpoint of this run."""
     import ray.train
@@ -116,8 +108,8 @@ def _work(given: dict[str, Any]) -> None:
     (logs / f"failure-rank{rank}.json").unlink(missing_ok=True)
     config["devices"] = context.get_local_world_size()
     config["launcher"] = {**config["launcher"], "nodes": 1}
-    last = _last(folder)
-    if broadcast_from_rank_zero(_written(last) not in (None, given["before"])):
+    last = last_checkpoint(folder)
+    if broadcast_from_rank_zero(written(last) not in (None, given["before"])):
         config["resume"] = str(last)
     with clean_output():
         try:

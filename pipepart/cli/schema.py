@@ -84,13 +84,15 @@ class LauncherConfig:
     """What starts and watches the processes: torch (its agent, on each machine) or ray (workers of Ray Train)."""
     nodes: int = 1
     """Machines; each starts `devices` processes."""
+    min_nodes: int | None = None
+    """Machines with which a run goes on after others were lost; default: all of them. Ray places workers itself."""
     address: str | None = None
     """Several machines: `host:port` of one of them, the same in the command on each. Ray: the address of the cluster (auto: the
     one that runs on this machine); without one, a cluster is started for the run."""
     wait: int = 300
     """Seconds to wait for the other machines, or for the workers of Ray."""
     failures: int = 0
-    """Ray: failures after which the workers are started again, from the newest checkpoint; -1: without a limit."""
+    """Failures after which the processes are started again, from the last checkpoint of the run; -1: without a limit."""
 
 
 @dataclass
@@ -127,6 +129,7 @@ RANGES = {
     "launcher.nodes": COUNT,
     "launcher.wait": SECONDS,
     "launcher.failures": _NO_LIMIT,
+    "launcher.min_nodes": COUNT,
     **dict.fromkeys(("trainer.max_steps", "trainer.max_epochs", "trainer.num_sanity_val_steps"), _NO_LIMIT),
     **dict.fromkeys(("trainer.accumulate_grad_batches", "trainer.check_val_every_n_epoch"), _ONE_OR_MORE),
     **{

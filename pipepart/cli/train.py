@@ -107,6 +107,12 @@ def check_run(config: dict[str, Any], queued: bool = False) -> None:
         )
     if launcher["engine"] not in ("torch", "ray"):
         raise ConfigError(f"launcher.engine must be torch or ray, got {launcher['engine']!r}")
+    least = launcher["min_nodes"]
+    if least is not None and (least > launcher["nodes"] or launcher["engine"] == "ray"):
+        raise ConfigError(
+            f"launcher.min_nodes={least} must be at most launcher.nodes={launcher['nodes']}, and is not for Ray, which places "
+            "workers itself"
+        )
     if launcher["engine"] == "ray":
         check_ray(config)
     elif launcher["nodes"] > 1 and not launcher["address"] and not (queued or already_started()):

@@ -1,0 +1,83 @@
+"""Runs that go on after a failure: from their last checkpoint, and with the machines that are left.
+
+With fewer machines a run has another shape. The stages stay if they can, so that a stage needs no more memory, and the replicas
+that are left take more batches for each step, so that the samples of a step stay the same.
+"""
+
+from __future__ import annotations
+
+import os
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from pipepart.cli.console import shown
+
+__all__ = ["Restarts", "last_checkpoint", "shape_left", "written"]
+
+
+def last_checkpoint(folder: Path) -> Path:
+    return folder / "checkpoints" / "last.ckpt"
+
+
+def written(path: Path) -> int | None:
+    """A number that is another one after the checkpoint was written again; None without a checkpoint."""
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+class Restarts:
+    """The restarts of a run that `launcher.failures` allows."""
+
+    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+        self.config, self._folder = config, folder
+        self._before = written(last_checkpoint(folder))
+        self.count = 0
+        self.text = ""
+        """What the last call of `another` has decided, for the user."""
+
+    def another(self) -> bool:
+        """Whether to start again. If so, `config` resumes from the last checkpoint that this run has written."""
+        limit = int(self.config["launcher"]["failures"])
+        if 0 <= limit <= self.count:
+            return False
+        self.count += 1
+        last = last_checkpoint(self._folder)
+        if written(last) not in (None, self._before):
+            self.config = {**self.config, "resume": str(last)}
+        start = "the beginning" if self.config["resume"] is None else shown(self.config["resume"])
+        allowed = "" if limit < 0 else f" of {limit}"
+        self.text = f"pipepart train: restart {self.count}{allowed}, from {start}"
+        return True
+
+
+def shape_left(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration for the processes that this job has, which may be fewer than were asked for."""
+    world, here = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    nodes = world // here
+    if nodes >= int(config["launcher"]["nodes"]):
+        return config
+    from pipepart.runtime import fit_mesh
+
+    config = deepcopy(config)
+    strategy, trainer = config["strategy"], config["trainer"]
+    asked = fit_mesh(int(config["launcher"]["nodes"]) * here, strategy["stages"], strategy["replicas"])
+    stages = next((n for n in range(asked.stages, world + 1) if world % n == 0), world)
+    replicas = world // stages
+    batches = int(trainer["accumulate_grad_batches"] or 1)
+    factor, rest = divmod(asked.replicas, replicas)
+    kept = f"each step takes {factor * batches} batches, so that its samples stay the same"
+    if rest:
+        kept = f"a step now has the samples of {replicas * batches} batches in place of {asked.replicas * batches}"
+    else:
+        trainer["accumulate_grad_batches"] = factor * batches
+        if isinstance(trainer["val_check_interval"], int):
+            trainer["val_check_interval"] *= factor
+    config["launcher"]["nodes"] = nodes
+    strategy["stages"], strategy["replicas"], strategy["plan"] = stages, replicas, None
+    if os.environ.get("RANK") == "0":
+        print(
+            f"pipepart train: {nodes} of the machines are left: {replicas} x {stages} (replicas x stages) in place of "
+            f"{asked.replicas} x {asked.stages}; {kept}",
+            flush=True,
+        )
+    return config

@@ -1,0 +1,53 @@
+"""Runs that lose a host and go on with those that are left, by themselves, as if they were resumed by hand at that shape."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from host_jobs import both_ended, on_each, train_on
+from support.hosts import made_hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+WORDS = ["recipe=mlp", "logger=none", "strategy.stages=2", "strategy.timeout=60", "trainer.max_steps=1200"]
+EVERY = 400  # steps between two checkpoints
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["state_dict"]
+    return found
+
+
+def test_a_lost_host_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    last, kept = tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path / "kept.ckpt"
+    with made_hosts(2) as hosts:
+        words = [*WORDS, f"trainer.val_check_interval={EVERY}", f"output={tmp_path / 'run'}"]
+        words += ["launcher.failures=1", "launcher.min_nodes=1"]
+        programs = train_on(hosts, f"{hosts[0].address}:29401", 2, words, tmp_path)
+        deadline = time.monotonic() + 300
+        while not last.exists():
+            assert programs[0].poll() is None, programs[0].communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        hosts[1].end()
+        shutil.copy(last, kept)
+        (said,) = both_ended(programs[:1])
+        assert programs[0].returncode == 0, said
+        # The same by hand, on the host that is left.
+        words = [*WORDS, f"trainer.val_check_interval={2 * EVERY}", f"output={tmp_path / 'hand'}", "devices=2"]
+        words += [f"resume={kept}", "trainer.accumulate_grad_batches=2"]
+        programs = on_each(hosts[:1], [["-m", "pipepart.cli", "train", *words]], tmp_path)
+        (by_hand,) = both_ended(programs)
+        assert programs[0].returncode == 0, by_hand
+    assert re.search(r"restart 1 of 1, from run/checkpoints/last\.ckpt", said), said
+    assert "1 x 2 (replicas x stages) in place of 2 x 2; each step takes 2 batches, so that its samples stay the same" in said
+    result, expected = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "hand"))
+    assert (result["replicas"], result["stages"], result["steps"]) == (1, 2, 1200)
+    assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    for name, value in _weights(tmp_path / "hand" / "checkpoints" / "last.ckpt").items():
+        torch.testing.assert_close(_weights(last)[name], value, rtol=1e-4, atol=1e-6)
