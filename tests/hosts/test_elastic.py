@@ -45,7 +45,10 @@ def test_a_lost_host_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -
         (by_hand,) = both_ended(programs)
         assert programs[0].returncode == 0, by_hand
     assert re.search(r"restart 1 of 1, from run/checkpoints/last\.ckpt", said), said
-    assert "1 x 2 (replicas x stages) in place of 2 x 2; each step takes 2 batches, so that its samples stay the same" in said
+    assert (
+        "1 x 2 (replicas x stages) in place of 2 x 2; each step takes 2 batches, so that its samples stay the same"
+        in said
+    )
     result, expected = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "hand"))
     assert (result["replicas"], result["stages"], result["steps"]) == (1, 2, 1200)
     assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)

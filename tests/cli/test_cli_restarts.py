@@ -1,0 +1,98 @@
+"""Runs that start again after a failure, and the shape that they have with fewer machines. Hosts are in tests/hosts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_programs import end, path_with, start
+
+from pipepart.cli.restarts import shape_left
+
+MODULE = """
+import os, pathlib, signal
+from recipes.mlp import MLPModule
+
+class Dies(MLPModule):
+    def on_train_batch_start(self, batch, batch_idx):
+        mark = pathlib.Path("died")
+        if self.trainer.global_step == 6 and os.environ["RANK"] == "1" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+WORDS = [
+    "train",
+    "recipe=mlp",
+    "model._target_=dies.Dies",
+    "allow=[dies]",
+    "logger=none",
+    "output=run",
+    "trainer.max_steps=8",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_killed_rank(tmp_path: Path, failures: int) -> None:
+    (tmp_path / "dies.py").write_text(MODULE)
+    words = [*WORDS, "trainer.val_check_interval=4", "trainer.limit_val_batches=1", f"launcher.failures={failures}"]
+    process = start(words, tmp_path, PYTHONPATH=path_with(tmp_path))
+    said = end(process)
+    assert "rank 1 was ended by SIGKILL" in said
+    again = "restart 1 of 1, from run/checkpoints/last.ckpt" in said
+    assert (process.returncode == 0, again) == (failures > 0,) * 2, said
+    if failures:
+        result = json.loads((tmp_path / "run" / "result.json").read_text())
+        assert (result["steps"], result["stages"]) == (8, 2)
+        assert len(re.findall(r"^step ", said, re.MULTILINE)) >= 2
+
+
+def _config(nodes: int, stages: Any, replicas: Any, batches: int | None = None) -> dict[str, Any]:
+    return {
+        "launcher": {"nodes": nodes},
+        "strategy": {"stages": stages, "replicas": replicas, "plan": "plan.json"},
+        "trainer": {"accumulate_grad_batches": batches, "val_check_interval": 100},
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "left", "shape", "batches"),
+    [
+        ((2, 2, "auto"), 2, 1, (1, 2), 2),
+        ((4, 2, 4), 2, 2, (2, 2), 2),
+        ((2, 4, "auto"), 2, 1, (1, 2), 1),
+        ((3, 2, "auto"), 2, 1, (1, 2), 3),
+        ((3, 2, 3), 2, 2, (2, 2), None),
+        ((4, 2, "auto"), 1, 3, (1, 3), 2),
+    ],
+    ids=str,
+)
+def test_shape_with_fewer_machines(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: tuple[int, Any, Any],
+    here: int,
+    left: int,
+    shape: tuple[int, int],
+    batches: int | None,
+) -> None:
+    """Stages stay if they can, and so do the samples of a step; None: they cannot."""
+    for name, value in (("WORLD_SIZE", here * left), ("LOCAL_WORLD_SIZE", here), ("RANK", 1)):
+        monkeypatch.setenv(name, str(value))
+    config = _config(*asked)
+    found = shape_left(config)
+    assert (found["strategy"]["replicas"], found["strategy"]["stages"]) == shape
+    assert found["strategy"]["plan"] is None
+    assert found["launcher"]["nodes"] == left
+    assert found["trainer"]["accumulate_grad_batches"] == batches
+    assert found["trainer"]["val_check_interval"] == 100 * (batches or 1)
+    assert config["launcher"]["nodes"] == asked[0], "the given configuration stays"
+
+
+def test_all_machines_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = _config(2, 2, 2)
+    assert shape_left(config) is config
