@@ -145,7 +145,7 @@ def test_the_command_on_two_machines(tmp_path: Path) -> None:
 
 
 def _meet(port: int, wait: int = 60) -> RendezvousInfo:
-    launcher = {"nodes": 2, "address": f"127.0.0.1:{port}", "wait": wait}
+    launcher = {"nodes": 2, "min_nodes": None, "address": f"127.0.0.1:{port}", "wait": wait}
     config = launch_config({"devices": 1, "launcher": launcher}, Path("logs"), 1)
     parameters = RendezvousParameters(
         config.rdzv_backend, config.rdzv_endpoint, config.run_id, 2, 2, config.local_addr, **config.rdzv_configs
@@ -158,6 +158,21 @@ def _met(port: int) -> tuple[int, int, str, int]:
     met = _meet(port)
     main = met.bootstrap_store_info
     return met.rank, met.world_size, main.master_addr, main.master_port
+
+
+def _met_twice(port: int) -> list[tuple[int, int, str, int]]:
+    return [_met(port) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_agents_meet_again() -> None:
+    """As for each run of a sweep, and after a failure."""
+    port = free_port()
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+        one, other = (task.result(240) for task in [processes.submit(_met_twice, port) for _ in range(2)])
+    assert sorted(turn[0] for turn in (one[0], other[0])) == [0, 1]
+    assert [turn[:2] for turn in (*one, *other)] == [one[0][:2], one[0][:2], other[0][:2], other[0][:2]]
+    assert [turn[2:] for turn in one] == [turn[2:] for turn in other]
 
 
 class _Runs:
