@@ -91,7 +91,7 @@ def _check_room(resources: dict[str, float], workers: int, address: str | None) 
 
 def _wants_gpu(config: dict[str, Any], resources: dict[str, float]) -> bool:
     kind = config["trainer"]["accelerator"]
-    return kind in ("gpu", "cuda") or (kind == "auto" and resources.get("GPU", 0.0) > 0)
+    return resources.get("GPU", 0.0) > 0 if kind == "auto" else kind != "cpu"
 
 
 def _work(given: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from cli_programs import SHORT, end, path_with, start
 
 from pipepart.cli.main import main
-from pipepart.cli.processes import _leave_reason
+from pipepart.cli.processes import leave_reason
 from pipepart.cli.sweep import summary
 from pipepart.secrets import HIDDEN, clean, is_secret, redacted, redacted_override
 
@@ -117,12 +117,12 @@ def test_errors_do_not_echo_secrets(monkeypatch: pytest.MonkeyPatch, capsys, tmp
     for words in wrong:
         assert main(["train", *words]) == 2
         assert "planted" not in capsys.readouterr().err
-    _leave_reason(ValueError("planted-in-the-environment\x1b[2J"), 0, tmp_path)
+    leave_reason(ValueError("planted-in-the-environment\x1b[2J"), 0, tmp_path)
     (tmp_path / "own.py").write_text("def run():\n    raise ValueError('hf_planted0123456789abcdef')\n")
     own = runpy.run_path(str(tmp_path / "own.py"))
     with pytest.raises(ValueError, match="hf_planted") as failed:
         own["run"]()
-    _leave_reason(failed.value, 1, tmp_path)
+    leave_reason(failed.value, 1, tmp_path)
     for file in tmp_path.glob("*-rank*"):
         assert "planted" not in file.read_text()
     assert "own.py:2 in run: raise ValueError" in (tmp_path / "failure-rank1.json").read_text()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pipepart
 from pipepart.errors import PipepartError
 from tools.bench.fuzz.mutate import shrunk
 from tools.bench.fuzz.parts import Part, special_files
@@ -68,6 +69,7 @@ class Outcome:
     findings: dict[str, Finding] = field(default_factory=dict)
 
 
+_PACKAGE = str(Path(pipepart.__file__).parent)
 _watching = False
 _hooked = False
 
@@ -98,7 +100,8 @@ def _failure(run_: Callable[[Any], object], case: Any, limit: float) -> tuple[st
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        last = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if "pipepart" in f.filename), None)
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        last = next((frame for frame in frames if frame.filename.startswith(_PACKAGE)), None)
         place = "" if last is None or isinstance(error, TooLong) else f" in {last.name}"
         return f"{type(error).__name__}{place}", error
     finally:
