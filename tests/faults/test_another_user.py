@@ -181,7 +181,7 @@ def test_a_stranger_does_not_take_the_place_of_a_rank(tmp_path: Path) -> None:
 def test_the_command_under_attack(tmp_path: Path) -> None:
     """`pipepart train` on one host listens on loopback only. It goes on, or ends at once with the name of the attacker."""
     mark = f"pipepart-test-{uuid.uuid4().hex}"
-    words = ["train", "recipe=mlp", "logger=csv", "trainer.max_steps=40", "trainer.limit_val_batches=1"]
+    words = ["train", "recipe=mlp", "logger=csv", "trainer.max_steps=400", "trainer.limit_val_batches=1"]
     with open(tmp_path / "said.txt", "w") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipepart.cli", *words, f"output={tmp_path / 'run'}"],
