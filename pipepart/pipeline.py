@@ -154,12 +154,7 @@ class Pipeline:
 
     def _record(self, example: Example, like: Recording | None = None, numbers: Sequence[Place] = ()) -> Recording:
         return record(
-            self._target,
-            *example.batch,
-            like=like,
-            numbers=numbers,
-            batching=example.batching,
-            others=example.others,
+            self._target, *example.batch, like=like, numbers=numbers, batching=example.batching, others=example.others
         )
 
     @property
@@ -215,22 +210,15 @@ class Pipeline:
         name, leaves = self._recording_for("step", args, kwargs)
         windowed = self._runtime.weighed(name).needs_window
         if windowed and self._accumulating and not self._continues and not ahead:
-            warnings.warn(
-                f"{NOT_KNOWN_AHEAD}. Use Pipeline.steps([batch, batch]), which gets all of them at once.",
-                EqualWeights,
-                stacklevel=3,
-            )
+            text = f"{NOT_KNOWN_AHEAD}. Use Pipeline.steps([batch, batch]), which gets all of them at once."
+            warnings.warn(text, EqualWeights, stacklevel=3)
         coming = [self._leaves_ahead(name, call) for call in ahead] if windowed and self._runtime.is_first else []
         key = self._runtime.seeds.of_step("step", self.steps_done)
         self.steps_done += 1
         request = StepRequest(
-            leaves=leaves,
-            trace=self._tracing,
-            reduce=not self._accumulating,
-            continues=self._continues,
-            ahead=coming,
+            leaves=leaves, trace=self._tracing, reduce=not self._accumulating, continues=self._continues, ahead=coming,
             draw_key=key,
-        )
+        )  # fmt: skip
         result = self._runtime.train(request, name)
         self._continues = self._accumulating
         self._runtime.hand_over()
@@ -305,12 +293,8 @@ class Pipeline:
     def _recording_for(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
         """Return the name of a recording that holds for the current Python state and, on the first stage, its leaves."""
         variants, flatten = self._variants[step], self._flattener(args, kwargs)
-        empty = empty_replica(
-            (args, dict(kwargs)),
-            variants.names[0],
-            self._runtime,
-            all_replicas=step == "step" and not self._accumulating,
-        )
+        together = step == "step" and not self._accumulating
+        empty = empty_replica((args, dict(kwargs)), variants.names[0], self._runtime, all_replicas=together)
         name, leaves = variants.choose(flatten, self._runtime, strict=True, empty=empty)
         if name is None:
             self._add(variants, step)
@@ -348,14 +332,9 @@ class Pipeline:
             return Recorded(variants.record(lambda numbers: self._record(example, like, numbers), runtime))
 
         with runtime.parts.gathered():
-            add_step(
-                self._job,
-                runtime,
-                Step(name, again, trains=step == "step"),
-                self._batch,
-                self._example,
-                lambda recording: recording.flatten(*self._example.batch),
-            )
+            added = Step(name, again, trains=step == "step")
+            example = self._example
+            add_step(self._job, runtime, added, self._batch, example, lambda found: found.flatten(*example.batch))
         variants.added(name, runtime)
 
     @contextmanager

@@ -193,12 +193,9 @@ class RecordedSteps:
 
     def _request(self, name: str, leaves: list[Any] | None, draw_key: int | None = None) -> StepRequest:
         return StepRequest(
-            leaves=leaves,
-            outputs_everywhere=True,
-            separate=self.effects[name].separate,
-            context=self._job.context,
+            leaves=leaves, outputs_everywhere=True, separate=self.effects[name].separate, context=self._job.context,
             draw_key=draw_key,
-        )
+        )  # fmt: skip
 
     def _forward(self, name: str, request: StepRequest, batch_idx: int, loader: int | None) -> Any:
         """Run the forward of a recorded step, and its effects."""

@@ -229,10 +229,11 @@ class Program:
                 headers.append(header)
         if self._groups is not None and self._control is not None:
             headers = share(headers, self._groups, self._control, self._first)
-        return [
-            PreparedBatch(MicrobatchSizes(counts), *others, parts)
-            for (counts, *others), parts in zip(headers, microbatches)
-        ]
+        prepared = []
+        for (counts, ids, numbers, samples, denominator, batches), parts in zip(headers, microbatches):
+            sizes = MicrobatchSizes(counts)
+            prepared.append(PreparedBatch(sizes, ids, numbers, samples, denominator, batches, parts))
+        return prepared
 
     def _split(
         self, request: StepRequest, window: Window | None, position: int
