@@ -34,7 +34,7 @@ class Noisy(nn.Module):
         x = x + 0.1 * torch.randn_like(x)
         if self.twice:
             x = 2 * x
-        return x.mean() if y is None else {"loss": (x - y).pow(2).mean(), "x": x}
+        return x.mean() if y is None else {"loss": (x - y).pow(2).mean(), "x": x, "rows": x.shape[0]}
 
 
 def _batches(named: bool) -> Iterator[Any]:
@@ -70,6 +70,7 @@ def test_a_series_equals_one_batch_after_the_other(schedule: str, chunks: int) -
         for mine, theirs in zip(found[:-1], wanted[:-1]):
             assert torch.equal(mine["x"], theirs["x"])
             assert torch.equal(mine["loss"], theirs["loss"])
+            assert mine["rows"] == theirs["rows"] == len(mine["x"])  # a number of the whole batch
         assert float(found[-1]["x"].abs().max()) > 1.05  # the flag counts
 
 
