@@ -6,9 +6,11 @@ This module knows `build` and `runtime`. It must not know Lightning or reports.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.build import Example, Job, Recorded, Step, add_step, build
 from pipepart.build.batch_verdict import SamplesMeet
+from pipepart.build.job import root_of, seed_of_rank_zero
 from pipepart.build.job_devices import place_model, place_part
-from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
+from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead, leaves_of_series
 from pipepart.build.verification import verification
 from pipepart.devices import limit_threads, to_device
 from pipepart.errors import PlanError
@@ -31,7 +34,6 @@ from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import BatchDim
 from pipepart.recording.model_state.places import Place
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
 from pipepart.runtime.program import StepRequest
@@ -42,6 +44,9 @@ from pipepart.samples.pieces import pieces_of
 from pipepart.schedule import Timeline
 
 __all__ = ["Pipeline"]
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of one call: positional ones and keyword arguments."""
 
 
 class Pipeline:
@@ -114,7 +119,7 @@ class Pipeline:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, mesh: Mesh, groups: Groups | None
     ) -> str:
         """Record on the first micro-batch, agree on a plan and keep the stage of this rank; return the text on samples."""
-        root = _root_of(self._target)
+        root = root_of(self._target)
         whole = place_model(root, self._device, groups)
         self._batch = trees.moved((args, kwargs), self._device)
         self._job = Job(root, options, mesh, groups, self._device, call=True)
@@ -144,17 +149,12 @@ class Pipeline:
             if groups is None or groups.rank == 0:
                 notes = [f"note       {note}" for note in training[0].notes if note.startswith("gradients")]
                 print("\n".join([table, *notes]), flush=True)
-        self._runtime.seeds.seed = _seed_of_rank_zero(groups)
+        self._runtime.seeds.seed = seed_of_rank_zero(groups)
         return built.samples.text
 
     def _record(self, example: Example, like: Recording | None = None, numbers: Sequence[Place] = ()) -> Recording:
         return record(
-            self._target,
-            *example.batch,
-            like=like,
-            numbers=numbers,
-            batching=example.batching,
-            others=example.others,
+            self._target, *example.batch, like=like, numbers=numbers, batching=example.batching, others=example.others
         )
 
     @property
@@ -198,37 +198,27 @@ class Pipeline:
         optimizer.step()
         ```
         """
-        calls = [((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {}) for batch in batches]
-        results = []
+        calls, results = [_call_of(batch) for batch in batches], []
         for index, call in enumerate(calls):
             last = index == len(calls) - 1
             with nullcontext() if last else self.accumulate():
                 results.append(self._step(*call, calls[1:] if index == 0 else ()))
         return results
 
-    def _step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], ahead: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-    ) -> Any:
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], ahead: Sequence[_Call]) -> Any:
         self.module.train()
         name, leaves = self._recording_for("step", args, kwargs)
         windowed = self._runtime.weighed(name).needs_window
         if windowed and self._accumulating and not self._continues and not ahead:
-            warnings.warn(
-                f"{NOT_KNOWN_AHEAD}. Use Pipeline.steps([batch, batch]), which gets all of them at once.",
-                EqualWeights,
-                stacklevel=3,
-            )
+            text = f"{NOT_KNOWN_AHEAD}. Use Pipeline.steps([batch, batch]), which gets all of them at once."
+            warnings.warn(text, EqualWeights, stacklevel=3)
         coming = [self._leaves_ahead(name, call) for call in ahead] if windowed and self._runtime.is_first else []
         key = self._runtime.seeds.of_step("step", self.steps_done)
         self.steps_done += 1
         request = StepRequest(
-            leaves=leaves,
-            trace=self._tracing,
-            reduce=not self._accumulating,
-            continues=self._continues,
-            ahead=coming,
+            leaves=leaves, trace=self._tracing, reduce=not self._accumulating, continues=self._continues, ahead=coming,
             draw_key=key,
-        )
+        )  # fmt: skip
         result = self._runtime.train(request, name)
         self._continues = self._accumulating
         self._runtime.hand_over()
@@ -257,30 +247,54 @@ class Pipeline:
         finally:
             self._accumulating = before
 
-    @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward in eval mode, and return the merged outputs on every rank."""
-        was_training = self.module.training
+        return self._evaluate(deque([(args, kwargs)]), iter(()))[0]
+
+    def evaluations(self, batches: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Iterator[Any]:
+        """Run `evaluate` on each batch, and return an iterator over the outputs, in order. The pipeline stays full meanwhile.
+
+        A batch is a tuple of arguments or a dict of keyword arguments. Some batches are read and run before the outputs of the
+        first of them are given. Every rank must iterate in the same way.
+
+        ```python
+        for outputs in pipe.evaluations((inputs,) for inputs, targets in loader):
+            ...
+        ```
+        """
+        calls, waiting = map(_call_of, batches), deque[_Call]()
+        for call in calls:
+            waiting.append(call)
+            while waiting:
+                yield from self._evaluate(waiting, calls)
+
+    @torch.no_grad()
+    def _evaluate(self, waiting: deque[_Call], more: Iterator[_Call]) -> list[Any]:
+        """Run the batch that has waited longest, and those after it that can run in a series with it."""
+        runtime, was_training = self._runtime, self.module.training
         self.module.eval()
-        key = self._runtime.seeds.of_step("evaluate", self.evaluations_done)
-        self.evaluations_done += 1
         try:
-            name, leaves = self._recording_for("evaluate", args, kwargs)
-            request = StepRequest(leaves=leaves, outputs_everywhere=True, draw_key=key)
-            result = self._runtime.evaluate(request, name)
+            name, leaves = self._recording_for("evaluate", *waiting[0])
+            count = runtime.in_series(name)
+            waiting.extend(islice(more, max(0, count - len(waiting))))
+            later = [self._flattener(*call) for call in islice(waiting, 1, count)]
+            requests = []
+            for own in [leaves, *leaves_of_series(later, name, runtime)]:
+                key = runtime.seeds.of_step("evaluate", self.evaluations_done)
+                self.evaluations_done += 1
+                requests.append(StepRequest(leaves=own, outputs_everywhere=True, draw_key=key))
+            results = runtime.evaluate_series(requests, name)
         finally:
             self.module.train(was_training)
-        return self._runtime.recording(name).unflatten(result.outputs)
+        for _ in results:
+            waiting.popleft()
+        return [runtime.recording(name).unflatten(result.outputs) for result in results]
 
     def _recording_for(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
         """Return the name of a recording that holds for the current Python state and, on the first stage, its leaves."""
         variants, flatten = self._variants[step], self._flattener(args, kwargs)
-        empty = empty_replica(
-            (args, dict(kwargs)),
-            variants.names[0],
-            self._runtime,
-            all_replicas=step == "step" and not self._accumulating,
-        )
+        together = step == "step" and not self._accumulating
+        empty = empty_replica((args, dict(kwargs)), variants.names[0], self._runtime, all_replicas=together)
         name, leaves = variants.choose(flatten, self._runtime, strict=True, empty=empty)
         if name is None:
             self._add(variants, step)
@@ -301,7 +315,7 @@ class Pipeline:
 
         return flatten
 
-    def _leaves_ahead(self, name: str, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any] | None:
+    def _leaves_ahead(self, name: str, call: _Call) -> list[Any] | None:
         """Return the leaves of a later batch, or None if the recording does not hold for it."""
         return leaves_ahead(self._flattener(*call), self._runtime.recording(name), self.plan.microbatches)
 
@@ -318,14 +332,9 @@ class Pipeline:
             return Recorded(variants.record(lambda numbers: self._record(example, like, numbers), runtime))
 
         with runtime.parts.gathered():
-            add_step(
-                self._job,
-                runtime,
-                Step(name, again, trains=step == "step"),
-                self._batch,
-                self._example,
-                lambda recording: recording.flatten(*self._example.batch),
-            )
+            added = Step(name, again, trains=step == "step")
+            example = self._example
+            add_step(self._job, runtime, added, self._batch, example, lambda found: found.flatten(*example.batch))
         variants.added(name, runtime)
 
     @contextmanager
@@ -385,16 +394,5 @@ class Pipeline:
         self._runtime.load_full_state_dict(state, strict)
 
 
-def _seed_of_rank_zero(groups: Groups | None) -> int:
-    seed = torch.initial_seed()
-    return seed if groups is None else int(broadcast_object(seed, 0, groups))
-
-
-def _root_of(module_or_step: nn.Module | Callable[..., Any]) -> nn.Module:
-    root = module_or_step if isinstance(module_or_step, nn.Module) else getattr(module_or_step, "__self__", None)
-    if not isinstance(root, nn.Module):
-        raise PlanError(
-            f"expected a module or a bound method of a module, got {type(module_or_step).__name__}. "
-            "Make the step a method of the module that holds the parameters."
-        )
-    return root
+def _call_of(batch: Sequence[Any] | Mapping[str, Any]) -> _Call:
+    return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})

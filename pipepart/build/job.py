@@ -18,11 +18,12 @@ from pipepart.recording import Recording
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import Batching, batching_of
 from pipepart.runtime import Groups, Mesh
+from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.microbatch import MicrobatchSizes, microbatch_sizes, slice_leaves
 from pipepart.samples.pieces import Pieces, pieces_of
 from pipepart.schedule import read_csv
 
-__all__ = ["Example", "Job", "Recorded", "Step", "example_microbatch", "no_samples"]
+__all__ = ["Example", "Job", "Recorded", "Step", "example_microbatch", "no_samples", "root_of", "seed_of_rank_zero"]
 
 
 @dataclass(frozen=True)
@@ -156,3 +157,20 @@ def _fixed_count(options: Options) -> int | None:
     if options.microbatches == "auto" and options.schedule.endswith(".csv"):
         return read_csv(options.schedule).microbatches
     return None if options.microbatches == "auto" else int(options.microbatches)
+
+
+def root_of(module_or_step: nn.Module | Callable[..., Any]) -> nn.Module:
+    """Return the module that holds the parameters of a step: the step itself, or the module whose method it is."""
+    root = module_or_step if isinstance(module_or_step, nn.Module) else getattr(module_or_step, "__self__", None)
+    if not isinstance(root, nn.Module):
+        raise PlanError(
+            f"expected a module or a bound method of a module, got {type(module_or_step).__name__}. "
+            "Make the step a method of the module that holds the parameters."
+        )
+    return root
+
+
+def seed_of_rank_zero(groups: Groups | None) -> int:
+    """Return the seed of rank 0, on all ranks. All of them must call it."""
+    seed = torch.initial_seed()
+    return seed if groups is None else int(broadcast_object(seed, 0, groups))

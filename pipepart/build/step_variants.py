@@ -27,7 +27,7 @@ from pipepart.runtime.microbatch import fitting_sizes
 from pipepart.runtime.stage import StageRuntime
 from pipepart.samples.pieces import has_no_graphs
 
-__all__ = ["MOST", "Variants", "empty_replica", "leaves_ahead"]
+__all__ = ["MOST", "Variants", "empty_replica", "leaves_ahead", "leaves_of_series"]
 
 MOST = 16
 """The number of recordings of one step that are kept."""
@@ -213,6 +213,26 @@ def leaves_ahead(
     except CaptureError:
         return None
     return leaves if fitting_sizes(recording, leaves, microbatches) is not None else None
+
+
+def leaves_of_series(
+    flattens: Sequence[Callable[[Recording], list[Any]]], name: str, runtime: StageRuntime
+) -> list[list[Any] | None]:
+    """Return the leaves of later batches that can run in a series: those before the first one that the recording does not fit.
+
+    All stages of a replica must call it, with the same number of batches; other stages than the first get None for each.
+    """
+    if not flattens:
+        return []
+    found: list[list[Any] | None] = []
+    if runtime.is_first:
+        for flatten in flattens:
+            leaves = leaves_ahead(flatten, runtime.recording(name), runtime.plan.microbatches)
+            if leaves is None:
+                break
+            found.append(leaves)
+    count = runtime.from_first(len(found))
+    return found or [None] * count
 
 
 def _check_same(step: str, recording: Recording, runtime: StageRuntime) -> None:

@@ -14,7 +14,7 @@ draw them in another order. On the CPU nothing of this happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from pipepart.recording.inputs import trees
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 
-__all__ = ["BatchPlaces", "copied_ahead"]
+__all__ = ["BatchPlaces", "copied_ahead", "shows_batch"]
 
 _SHOW_BATCH = tuple(
     f"on_{step}_batch_{when}" for step in ("train", "validation", "test", "predict") for when in ("start", "end")
@@ -66,12 +66,12 @@ class BatchPlaces:
             return False
         if any(overridden(hook, module, "LightningModule") for hook in _SHOW_BATCH):
             return False
-        return not any(_shows_batch(callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        return not any(shows_batch(callback, _SHOW_BATCH) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
-def _shows_batch(callback: Callback) -> bool:
-    """Whether a callback of the user gets the batch; those of Lightning and ours need no values."""
-    for hook in _SHOW_BATCH:
+def shows_batch(callback: Callback, hooks: Sequence[str]) -> bool:
+    """Whether a callback of the user has one of the hooks, which get the batch; those of Lightning and ours need no values."""
+    for hook in hooks:
         owner = next(kind for kind in type(callback).__mro__ if hook in vars(kind))
         if owner not in either("Callback") and owner.__module__.partition(".")[0] not in _NEED_NO_VALUES:
             return True

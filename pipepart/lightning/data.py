@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LoaderAround",
     "batches_ahead",
+    "batches_of_evaluation",
     "begin_streams",
     "ends_together",
     "loader_number",
@@ -243,21 +244,32 @@ def batches_ahead(trainer: Trainer) -> list[Any]:
     ready = loop.epoch_loop.batch_progress.current.ready  # includes the present one
     left = -ready % trainer.accumulate_grad_batches
     count = int(min(left, loop.max_batches - ready))
-    fetcher = loop._data_fetcher
+    return [batch for batch, _, _ in _coming(loop._data_fetcher, count)]
+
+
+def batches_of_evaluation(trainer: Trainer, count: int, loader: int) -> list[tuple[Any, int]]:
+    """The batches of this loader that an evaluation comes to next, at most `count`, each with its number."""
+    loop: Any = trainer._active_loop
+    return [(batch, index) for batch, index, number in _coming(loop._data_fetcher, count) if number == loader]
+
+
+def _coming(fetcher: Any, count: int) -> list[Any]:
+    """The next entries of a fetcher of Lightning, at most `count`. It still gives them when Lightning asks for them."""
     if count < 1 or fetcher.done:
         return []
     if not isinstance(fetcher.iterator, _Kept):
         fetcher.iterator = _Kept(fetcher.iterator)
     found = list(fetcher.batches)  # Lightning itself reads loaders without a length one batch ahead
     found += fetcher.iterator.look(count - len(found))
-    return [batch for batch, _, _ in found[:count]]
+    return found[:count]
 
 
 def why_not_ahead(trainer: Trainer, module: LightningModule) -> str:
     """The code of the user that must not see a batch early, as a name; empty if there is none."""
     if hook := transfer_hook(trainer, module):
         return hook
-    loader: Any = trainer.fit_loop._combined_loader
+    loop: Any = trainer._active_loop
+    loader = loop._combined_loader
     for one in loader.flattened if loader is not None else ():
         if hasattr(unwrapped(one), "state_dict"):
             return f"{type(unwrapped(one)).__name__}.state_dict"

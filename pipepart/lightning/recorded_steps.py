@@ -20,6 +20,7 @@ from pipepart.errors import CaptureError
 from pipepart.lightning.announce import tell
 from pipepart.lightning.data import batches_ahead, prepare, received, why_not_ahead
 from pipepart.lightning.effects import record_with_effects
+from pipepart.lightning.evaluations import Evaluations
 from pipepart.lightning.late_plan import all_or_none
 from pipepart.lightning.manual_run import ManualSteps
 from pipepart.lightning.materialise import empty_names
@@ -65,6 +66,7 @@ class RecordedSteps:
         self._manual: ManualSteps | None = None
         """The segments of training steps with manual optimization."""
         self._updates = StepUpdates()
+        self._evaluations = Evaluations(job, module)
         self._continues = False
         """Whether gradients of earlier batches are kept for the next batch, to make one step of the optimizer."""
         self._seconds: list[float] = []
@@ -141,7 +143,8 @@ class RecordedSteps:
                 check_skipped_batch(type(self._module).__name__, self._job.mesh)
             self._continues = self._continues and accumulates
             number = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-            return self._forward(name, leaves, batch_idx, None, runtime.seeds.of_step("training_step", number))
+            request = self._request(name, leaves, runtime.seeds.of_step("training_step", number))
+            return self._forward(name, request, batch_idx, None)
         ahead = [] if self._continues or forward else self._leaves_ahead(name, batch_idx)
         started = time.perf_counter()
         request = StepRequest(
@@ -178,21 +181,25 @@ class RecordedSteps:
         """Forward of all micro-batches, and the effects of the step. Returns its result."""
         trained = self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         name, leaves = self._find(step, batch, batch_idx, loader)
-        key = self.runtime.seeds.of_step(step, trained, loader or 0, batch_idx)
-        return self._forward(name, leaves, batch_idx, loader, key)
 
-    def _forward(
-        self, name: str, leaves: list[Any] | None, batch_idx: int, loader: int | None, draw_key: int | None
-    ) -> Any:
+        def request(index: int, own: list[Any] | None) -> StepRequest:
+            return self._request(name, own, self.runtime.seeds.of_step(step, trained, loader or 0, index))
+
+        if self._updates.of(name):
+            return self._forward(name, request(batch_idx, leaves), batch_idx, loader)
+        flattener, effects, runtime = partial(self._flatten, loader=loader), self.effects[name], self.runtime
+        result = self._evaluations.run(name, loader, batch_idx, leaves, request, flattener, effects, runtime)
+        return repeat_effects(effects, result, runtime.recording(name), self._module, runtime)
+
+    def _request(self, name: str, leaves: list[Any] | None, draw_key: int | None = None) -> StepRequest:
+        return StepRequest(
+            leaves=leaves, outputs_everywhere=True, separate=self.effects[name].separate, context=self._job.context,
+            draw_key=draw_key,
+        )  # fmt: skip
+
+    def _forward(self, name: str, request: StepRequest, batch_idx: int, loader: int | None) -> Any:
         """Run the forward of a recorded step, and its effects."""
         runtime = self.runtime
-        request = StepRequest(
-            leaves=leaves,
-            outputs_everywhere=True,
-            separate=self.effects[name].separate,
-            context=self._job.context,
-            draw_key=draw_key,
-        )
         numbers = partial(self._all_numbers, name, batch_idx, loader)
         self._updates.run(name, True, numbers, runtime)
         result = runtime.evaluate(request, name)
@@ -253,13 +260,7 @@ class RecordedSteps:
         name, leaves = self.variants["training_step"].choose(self._flatten(example, 0, None), self.runtime)
         if name is None or self.runtime.recording(name).loss_index is None:
             return None  # it is recorded when the batch is trained on, or the step skips this batch
-        request = StepRequest(
-            leaves=leaves,
-            outputs_everywhere=True,
-            separate=self.effects[name].separate,
-            context=self._job.context,
-        )
-        return rehearsed(self.runtime, request, name)
+        return rehearsed(self.runtime, self._request(name, leaves), name)
 
     def _record(
         self,

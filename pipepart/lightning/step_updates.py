@@ -62,9 +62,13 @@ class StepUpdates:
     def add(self, name: str, update: ParameterUpdate | None) -> None:
         self._updates[name] = update
 
+    def of(self, name: str) -> ParameterUpdate | None:
+        """The update of a recording; None if it has none."""
+        return self._updates.get(name)
+
     def run(self, name: str, before: bool, numbers: Callable[[], Mapping[str, Any]], runtime: StageRuntime) -> None:
         """Run the update of a recording, before or after its step. Every rank must call it."""
-        update = self._updates.get(name)
+        update = self.of(name)
         if update is None or update.before != before:
             return
         given = numbers() if update.numbers else {}

@@ -170,16 +170,16 @@ def merge_outputs(
     """Merge the flat outputs of all micro-batches into those of the batch.
 
     Outputs with the law "sum" are added. Other scalars are means over samples; tensors with the batch dimension are
-    concatenated; other tensors are means; other values are those of the last micro-batch. Values that a step logs are not
+    concatenated; other tensors are means. Plain numbers are those of the whole batch already. Values that a step logs are not
     merged here: the user selects their reduction.
     """
     merged: list[Any] = []
-    for values, law in zip(zip(*outputs), laws or repeat("unknown")):
+    for values, law in zip(zip(*outputs), laws or repeat("")):
         if law == "sum" and all(isinstance(value, torch.Tensor) for value in values):
             merged.append(add_up(values))
             continue
         if not all(isinstance(value, torch.Tensor) for value in values):
-            merged.append(values[-1])
+            merged.append(_plain(values, law))
             continue
         tensors = [value.detach() for value in values]
         if len(tensors) == 1 and tensors[0].is_floating_point():
@@ -194,3 +194,15 @@ def merge_outputs(
         else:
             merged.append(tensors)
     return merged
+
+
+def _plain(values: Sequence[Any], law: str) -> Any:
+    """Return a value of a result that is no tensor: a number of the whole batch, or a constant."""
+    value = values[-1]
+    if law == "unknown" and len(values) > 1 and isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise PlanError(
+            f"the step returns a Python number ({value} for the last of {len(values)} micro-batches), and its value for the "
+            "whole batch is not known: it is not made from the batch alone, or loss='microbatch' is set. Return a tensor, "
+            "compute the number outside of the step, or use microbatches=1."
+        )
+    return int(value) if law == "count" else value

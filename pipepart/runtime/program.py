@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from pipepart.devices import computes_on_host, read_together
 from pipepart.errors import PipelineError
+from pipepart.recording.execution.draws import mix
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.runtime.batch_norm import BatchStatistics
 from pipepart.runtime.chunked_step import ChunkedStep, StageInputs, TailRun
@@ -29,6 +32,7 @@ from pipepart.runtime.microbatch import (
     split_batch,
 )
 from pipepart.runtime.randomness import seeded
+from pipepart.runtime.series import batches_together, joined
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport, broadcast, share
 from pipepart.samples.batch_numbers import Window, open_window
@@ -123,6 +127,8 @@ class Program:
         both = self._first == self._last and transport is not None and not computes_on_host(inputs.device)
         self._scalars_by_device = both and self.weighed.numbers.reads_batch
         self._statistics = BatchStatistics(list(own.values())) if inputs.options.batch_norm == "batch" else None
+        self.series = batches_together(step, inputs)
+        """The number of batches of an evaluation that run together."""
         self._forms: dict[Any, int] = {}
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
@@ -141,7 +147,7 @@ class Program:
         key = request.draw_key if self.recording.draws else None
         with (
             self._statistics.one_update() if train and self._statistics is not None else nullcontext(),
-            seeded(key, self._device) if key is not None else nullcontext() as seed,
+            seeded(partial(mix, key), self._device) if key is not None else nullcontext() as seed,
         ):
             scales = tuple(weight * loss_scale for weight in weights)
             work = StepWork(batch, scales, context, mean=mean, trace=trace, tail=tail, seed=seed)
@@ -150,6 +156,29 @@ class Program:
             self._send_buffers(self._tail)
         merged = self._merged(outputs, sizes, request.separate, tail) if outputs is not None else None
         return StepResult(self._spread(merged, request.outputs_everywhere), sizes, self.laws, batch.samples)
+
+    def run_series(self, requests: Sequence[StepRequest], batches: Sequence[PreparedBatch]) -> list[StepResult]:
+        """Run the forward of all micro-batches of several prepared batches, without a pause between them."""
+        assert self._tail is None, "a tail needs all micro-batches of its batch"
+        keys = [request.draw_key for request in requests if request.draw_key is not None and self.recording.draws]
+        places = [(batch, index) for batch, prepared in enumerate(batches) for index in range(len(prepared.sizes))]
+
+        def key_of(microbatch: int) -> int:
+            batch, index = places[microbatch]
+            return mix(keys[batch], index)
+
+        together = joined(batches)
+        with seeded(key_of, self._device) if keys else nullcontext() as seed:
+            work = StepWork(together, (1.0,) * len(places), requests[0].context, seed=seed)
+            outputs = self._executor.run(self._schedule(len(places), forward=True), work)
+        ends = list(accumulate(len(batch.sizes) for batch in batches))
+        results = []
+        for request, batch, end in zip(requests, batches, ends):
+            own = outputs[end - len(batch.sizes) : end] if outputs is not None else None
+            merged = self._merged(own, batch.sizes, request.separate, None) if own is not None else None
+            spread = self._spread(merged, request.outputs_everywhere)
+            results.append(StepResult(spread, batch.sizes, self.laws, batch.samples))
+        return results
 
     def _schedule(self, microbatches: int, forward: bool) -> Schedule:
         key = (microbatches, forward)
@@ -182,29 +211,50 @@ class Program:
                 "there is no loss to train on: expected the step to return a scalar tensor that requires grad, a dict with "
                 "'loss', or a tuple that starts with it. Use evaluate() for a forward without loss."
             )
-        header: Any = None
-        microbatches = None
+        return self._shared([request], window, position)[0]
+
+    def prepare_series(self, requests: Sequence[StepRequest]) -> list[PreparedBatch]:
+        """Prepare several batches of an evaluation, with one message for all of them."""
+        return self._shared(requests)
+
+    def _shared(
+        self, requests: Sequence[StepRequest], window: Window | None = None, position: int = 0
+    ) -> list[PreparedBatch]:
+        headers: Any = None
+        microbatches: list[list[dict[str, Any]] | None] = [None] * len(requests)
         if self._stage == self._first:
-            assert request.leaves is not None
-            leaves = request.leaves
-            names = [item.name for item in self.recording.inputs]
-            numbers = {item.name: leaf for item, leaf in zip(self.recording.inputs, leaves) if item.kind == "number"}
-            # A last batch that is smaller than the number of micro-batches runs with fewer of them.
-            parts, sizes = split_batch(self.recording, leaves, self._plan.microbatches)
-            if set(sizes.sizes) != {self._plan.microbatch_size}:  # other sizes than those of the plan
-                parts, sizes = fitting_split(self.recording, leaves, self._plan.microbatches) or (parts, sizes)
-            microbatches = [dict(zip(names, part)) for part in parts]
-            tensors = [[leaf for leaf in part if isinstance(leaf, torch.Tensor)] for part in parts]
-            forms = [tuple((tuple(t.shape), str(t.dtype)) for t in part) for part in tensors]
-            ids = tuple(self._forms.setdefault(form, len(self._forms)) for form in forms)
-            weighed = self.weighed
-            together = self._groups is not None and weighed.needs_totals(request.train)
-            batch = weighed.numbers(leaves, sizes.sizes, self._totals if together else None, window, position)
-            header = (sizes.sizes, ids, {**numbers, **batch.inputs}, batch.samples, batch.denominator, batch.batches)
+            headers = []
+            for index, request in enumerate(requests):
+                header, microbatches[index] = self._split(request, window, position)
+                headers.append(header)
         if self._groups is not None and self._control is not None:
-            header = share(header, self._groups, self._control, self._first)
-        counts, ids, numbers, samples, denominator, batches = header
-        return PreparedBatch(MicrobatchSizes(counts), ids, numbers, samples, denominator, batches, microbatches)
+            headers = share(headers, self._groups, self._control, self._first)
+        prepared = []
+        for (counts, ids, numbers, samples, denominator, batches), parts in zip(headers, microbatches):
+            sizes = MicrobatchSizes(counts)
+            prepared.append(PreparedBatch(sizes, ids, numbers, samples, denominator, batches, parts))
+        return prepared
+
+    def _split(
+        self, request: StepRequest, window: Window | None, position: int
+    ) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
+        """Split a batch on the first stage. Returns its form and its numbers, and the leaves of its micro-batches."""
+        assert request.leaves is not None
+        leaves = request.leaves
+        names = [item.name for item in self.recording.inputs]
+        numbers = {item.name: leaf for item, leaf in zip(self.recording.inputs, leaves) if item.kind == "number"}
+        # A last batch that is smaller than the number of micro-batches runs with fewer of them.
+        parts, sizes = split_batch(self.recording, leaves, self._plan.microbatches)
+        if set(sizes.sizes) != {self._plan.microbatch_size}:  # other sizes than those of the plan
+            parts, sizes = fitting_split(self.recording, leaves, self._plan.microbatches) or (parts, sizes)
+        tensors = [[leaf for leaf in part if isinstance(leaf, torch.Tensor)] for part in parts]
+        forms = [tuple((tuple(t.shape), str(t.dtype)) for t in part) for part in tensors]
+        ids = tuple(self._forms.setdefault(form, len(self._forms)) for form in forms)
+        together = self._groups is not None and self.weighed.needs_totals(request.train)
+        batch = self.weighed.numbers(leaves, sizes.sizes, self._totals if together else None, window, position)
+        numbers = {**numbers, **batch.inputs}
+        header = (sizes.sizes, ids, numbers, batch.samples, batch.denominator, batch.batches)
+        return header, [dict(zip(names, part)) for part in parts]
 
     def _totals(self, values: Sequence[float]) -> list[float]:
         """Return sums over the first stages of all replicas, in host memory."""

@@ -55,14 +55,14 @@ class RandomState:
 
 
 @contextmanager
-def seeded(key: int, device: torch.device) -> Iterator[Callable[[int], None]]:
+def seeded(key_of: Callable[[int], int], device: torch.device) -> Iterator[Callable[[int], None]]:
     """Seed the ops of a step that draw random numbers, and restore the generators of the process afterwards.
 
-    Yields a function that must be called with the micro-batch before its ops run.
+    `key_of` gives the key of a micro-batch. Yields a function that must be called with the micro-batch before its ops run.
     """
     before, here = RandomState(device), generators(device)
     try:
-        yield lambda microbatch: set_key(mix(key, microbatch), here)
+        yield lambda microbatch: set_key(key_of(microbatch), here)
     finally:
         set_key(None)
         before.restore()

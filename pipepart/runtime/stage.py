@@ -99,6 +99,14 @@ class Steps:
             with self._shared(program, batch):
                 return program.run(request, batch)
 
+    def evaluate_series(self, name: str, requests: Sequence[StepRequest]) -> list[StepResult]:
+        """Run the forward of several batches without a pause between them."""
+        if len(requests) == 1:
+            return [self.evaluate(name, requests[0])]
+        program = self.programs[name]
+        with guarded(self._inputs.groups):
+            return program.run_series(requests, program.prepare_series(requests))
+
     def _shared(self, program: Program, batch: PreparedBatch) -> AbstractContextManager[None]:
         """Share batch statistics over replicas inside, also in forwards of a training step that have no loss."""
         if self.statistics is None or not program.recording.training:
@@ -203,6 +211,14 @@ class StageRuntime:
     def evaluate(self, request: StepRequest, name: str) -> StepResult:
         """Run the forward of all micro-batches of a recorded step, and no backward, whatever the request says."""
         return self.steps.evaluate(name, replace(request, train=False))
+
+    def evaluate_series(self, requests: Sequence[StepRequest], name: str) -> list[StepResult]:
+        """Run the forward of a series of batches of a recorded step; see `in_series`."""
+        return self.steps.evaluate_series(name, [replace(request, train=False) for request in requests])
+
+    def in_series(self, name: str) -> int:
+        """Return the number of batches in a series of a recorded step; 1 if it cannot run in a series."""
+        return self.steps.programs[name].series
 
     def from_first(self, value: Any) -> Any:
         """Return, on all stages of the replica, the plain value of the first stage, which reads the batch; all must call it."""

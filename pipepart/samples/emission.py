@@ -86,7 +86,7 @@ class Emission:
     def _write(self, form: Form, scope: Scope, divided: bool) -> fx.Node:
         node: fx.Node = form.node
         if isinstance(form, Whole):
-            value = self._product(node, self._number(form.quantity, scope), self._share(Scope.OWN))
+            value = self._product(node, self.number(form.quantity, scope), self._share(Scope.OWN))
             return value if op_of(node).is_number else self._full(node, value)
         if isinstance(form, Sum):
             if scope is Scope.WINDOW and not divided:
@@ -95,12 +95,12 @@ class Emission:
         if isinstance(form, Share):
             return self._call(node, torch.mul, (node, self._share(scope)), after=True)
         if isinstance(form, Ratio):
-            ratio = self._call(node, torch.div, (self._numerator(form), self._number(form.quantity, scope)))
+            ratio = self._call(node, torch.div, (self._numerator(form), self.number(form.quantity, scope)))
             return self._times_replicas(node, ratio, scope)
         if isinstance(form, Scaled):
             inner = self._typed(self._argument(form.term, node, scope, divided=True), node)
             op = torch.mul if form.power == 1 else torch.div
-            return self._call(node, op, (inner, self._number(form.quantity, scope)))
+            return self._call(node, op, (inner, self.number(form.quantity, scope)))
         assert isinstance(form, Op), "a value that does not depend on the batch is written for its user"
         return self._clone(form, scope, divided)
 
@@ -163,11 +163,11 @@ class Emission:
     def announce(self, swap: Swap, scope: Scope) -> None:
         """Add the numbers of a later swap to the inputs."""
         for quantity in swap.elements:
-            self._number(quantity, scope)
+            self.number(quantity, scope)
 
     def swap(self, swap: Swap, scope: Scope) -> None:
         """Let an op compute with a number of the whole batch instead of one of its arguments."""
-        numbers = [self._number(quantity, scope) for quantity in swap.elements]
+        numbers = [self.number(quantity, scope) for quantity in swap.elements]
         number, source = numbers[0], op_of(swap.source)
         if source.shape:
             kind = {"dtype": source.dtype, "device": self._device}
@@ -185,7 +185,8 @@ class Emission:
     def _share(self, scope: Scope) -> fx.Node:
         return self._input(scope, SAMPLES, "share")
 
-    def _number(self, quantity: Quantity, scope: Scope) -> fx.Node:
+    def number(self, quantity: Quantity, scope: Scope) -> fx.Node:
+        """Return the input with a number of the whole batch."""
         return self._input(scope, quantity.name, "whole")
 
     def _input(self, scope: Scope, key: str, name: str) -> fx.Node:

@@ -6,6 +6,7 @@ Each term of a loss is therefore computed as a sum, and divided by a number of t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from pipepart.samples.batch_numbers import Numbers
 from pipepart.samples.emission import Emission, Scope
 from pipepart.samples.follow import Following, Unknown, outputs_of
 from pipepart.samples.forms import Form, Ratio, Share, Sum, denominators, is_plain_sum, law_of_output, parts_of
-from pipepart.samples.quantities import Quantities, Swap
+from pipepart.samples.quantities import Quantities, Quantity, Swap
 from pipepart.samples.terms import Terms
 
 __all__ = ["Weighed", "unweighed", "weigh"]
@@ -64,7 +65,8 @@ class Weighed:
 
 def unweighed(recording: Recording) -> Weighed:
     """Return a recording as it is: each micro-batch divides by its own numbers and is weighted by its share of samples."""
-    laws = ("unknown",) * len(outputs_of(recording.graph))
+    values = outputs_of(recording.graph)
+    laws = tuple("unknown" if isinstance(value, fx.Node) else "constant" for value in values)
     numbers = Numbers(Quantities(recording, Following(recording)), {}, None, 1)
     return Weighed(recording, laws, numbers, {node.name: node.name for node in recording.ops}, {})
 
@@ -140,15 +142,21 @@ class _Output:
     """Arguments of ops above its terms that must be numbers of the whole batch."""
     reason: str = ""
     """The op at which the walk to its terms stopped."""
+    number: Quantity | None = None
+    """The number of the whole batch that takes its place."""
 
 
 def _outputs(quantities: Quantities, untouched: Collection[int]) -> list[_Output]:
     terms = Terms(quantities)
     found = []
+    noted = {extra.output for extra in quantities.recording.extras}
     for index, value in enumerate(outputs_of(quantities.recording.graph)):
         try:
             if index in untouched and isinstance(value, fx.Node):
                 raise Unknown(value, "it is merged in another way")
+            if isinstance(value, fx.Node) and op_of(value).is_number and index not in noted:
+                found.append(_number(value, quantities))
+                continue
             found.append(_output(value, quantities, terms))
         except Unknown as unknown:
             found.append(_Output(value, "unknown", reason=str(unknown)))
@@ -174,8 +182,32 @@ def _output(value: Any, quantities: Quantities, terms: Terms) -> _Output:
     return _Output(value, law_of_output(form), form, swaps)
 
 
+def _number(value: fx.Node, quantities: Quantities) -> _Output:
+    """Return a Python number of the result: a size, or a number that is computed from sizes and from the batch."""
+    law = "count" if _is_integer(value) else "constant"
+    if not quantities.follow.depends(value):
+        return _Output(value, law)
+    return _Output(value, law, number=quantities.of(value))
+
+
+_KEEP_INTEGERS = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.abs, max, min}
+)
+
+
+def _is_integer(value: Any) -> bool:
+    """Return whether a plain number is an integer: a size, or a number that is computed from sizes by such ops."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, int)
+    if op_of(value).rows:
+        return True
+    return value.target in _KEEP_INTEGERS and all(_is_integer(argument) for argument in value.args)
+
+
 def _written(output: _Output, joint: bool, emission: Emission) -> _Output:
     """Return the output with its weights; with `joint`, the mean over replicas is the value for their batches together."""
+    if output.number is not None:
+        return replace(output, value=emission.number(output.number, Scope.OWN))
     if output.form is not None and joint and output.law in ("sum", "mean"):
         return replace(output, value=emission.write(output.form, Scope.ALL), law="sum")
     if output.form is not None and output.law == "sum" and not is_plain_sum(output.form):

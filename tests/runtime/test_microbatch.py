@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipepart import Pipeline
 from pipepart.errors import PlanError
 from pipepart.runtime.microbatch import batch_size_of, merge_outputs, microbatch_sizes, slice_leaves
 
@@ -76,3 +77,28 @@ def test_a_last_batch_is_cut_so_that_the_recording_holds() -> None:
         model.zero_grad()
         model.layers(batch * 2).square().mean().backward()
         torch.testing.assert_close(gradient, model.layers[0].weight.grad)
+
+
+class Counted(torch.nn.Module):
+    """Returns Python numbers beside its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        h = self.linear(x)
+        rows = x.shape[0]
+        return {"loss": h.pow(2).mean(), "rows": rows, "twice": 2 * rows, "share": rows / 4 + 1, "width": x.shape[1]}
+
+
+def test_returned_numbers_are_those_of_the_whole_batch() -> None:
+    pipe = Pipeline(Counted(), (torch.rand(8, 4, dtype=torch.float64),), stages=1, microbatches=4)
+    for size in (8, 6, 3):
+        x = torch.rand(size, 4, dtype=torch.float64)
+        expected = Counted()(x)
+        for found in (pipe.step(x), pipe.evaluate(x)):
+            assert {name: found[name] for name in expected if name != "loss"} == {
+                name: value for name, value in expected.items() if name != "loss"
+            }
+            assert all(type(found[name]) is type(expected[name]) for name in expected)
