@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pipepart.errors import PipelineError, PipepartError, PlanError
 from pipepart.lightning.announce import tell
 from pipepart.lightning.as_written import AsWritten, NotRecorded, NotYet, not_recorded
@@ -22,12 +24,12 @@ from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.run_patches import RunPatches
 from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import Wholeness, move_to_device
+from pipepart.recording.inputs import trees
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
 
 if TYPE_CHECKING:
-    import torch
     from lightning.pytorch import LightningModule, Trainer
 
     from pipepart.lightning.ranks import Ranks
@@ -51,6 +53,13 @@ def all_or_none(groups: Groups | None) -> Iterator[None]:
     failed = next((rank for rank, text in enumerate(found) if text), None)
     if failed is not None:
         raise NotYet(error or PipelineError(f"the step has failed on rank {failed}: {found[failed]}")) from error
+
+
+def _of_no_mode(batch: Any) -> Any:
+    """A batch that was read in the inference mode, as one that was not."""
+    if not any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in trees.leaves_of(batch)):
+        return batch
+    return trees.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 class LatePlans:
@@ -132,7 +141,11 @@ class LatePlans:
         module, trainer = self._module_and_trainer()
         try:
             with guarded(self._ranks.groups), isolate_rng():
-                self._build(trainer, module, step, batch, loader)
+                with (
+                    torch.inference_mode(False),
+                    torch.enable_grad(),
+                ):  # as at set-up; an evaluation runs in other modes
+                    self._build(trainer, module, step, _of_no_mode(batch), loader)
                 self._recorded.start(self.step_times, self._seed)
                 self._follow_hooks(trainer, module)
         except NotYet:

@@ -14,11 +14,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from realistic import Boring, build
+from safetensors.torch import load_file
 from support.ranks import run_ranks
 from watching import QUIET
 
 from pipepart import PipelineMonitor, PipelineStrategy, WeightEMA
 from pipepart.errors import CaptureError, ConfigError, PipepartError
+from pipepart.lightning import save_weights
 
 
 class OwnData(Boring):
@@ -258,3 +260,6 @@ def test_callbacks_of_ours_and_checkpoints(kind: type, tmp_path: Path) -> None:
     assert set(saved["pipepart_weight_ema"]["average"]) == {name for name, _ in module.named_parameters()}
     torch.testing.assert_close(dict(saved["state_dict"]), dict(module.state_dict()))
     assert (tmp_path / "report.html").exists() == (kind is Boring)
+    save_weights(trainer, tmp_path / "weights")
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    torch.testing.assert_close(weights, dict(module.state_dict()))
