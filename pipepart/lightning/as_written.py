@@ -133,7 +133,8 @@ class AsWritten:
         tell(
             f"pipepart: {type(module).__name__}.{step} is not recorded: {_shown(error)}\n"
             f"note       {'it and the validation run' if both else 'it runs'} as written, as without "
-            "pipepart: one process has nothing to divide, with one stage and one micro-batch. With more of them it is refused\n"
+            "pipepart: one process has nothing to divide, with one stage and one micro-batch. With more of them it is refused. "
+            "Attempts to record it have run its code before\n"
         )
 
 

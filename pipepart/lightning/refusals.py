@@ -64,7 +64,7 @@ def _check_namespaces(trainer: Trainer) -> None:
             )
 
 
-def check_module(module: LightningModule, written: AsWritten) -> None:
+def check_module(module: LightningModule, written: AsWritten | None = None) -> None:
     """Refuse modules that cannot be trained in a pipeline, or note that their steps run as they are written."""
     name = type(module).__name__
     for path, part in module.named_modules():
@@ -84,7 +84,7 @@ def check_module(module: LightningModule, written: AsWritten) -> None:
             "is a segment of the step whose backward runs inside a schedule, so that method would never be called: move its "
             "code to training_step."
         )
-        written.add_or_raise(module, "training_step", refusal)
+        (written or AsWritten(False)).add_or_raise(module, "training_step", refusal)
 
 
 def check_steps(module: LightningModule, steps: Sequence[str], written: AsWritten) -> None:
