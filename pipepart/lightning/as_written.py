@@ -126,15 +126,17 @@ class AsWritten:
                 "the step may have taken items from it. Take them in a hook"
             ) from error
         self.steps.add(step)
-        self._tell(module, step, error, planned)
+        self._tell(module, step, error, planned, ". Attempts to record it have run its code before")
 
-    def _tell(self, module: LightningModule, step: str, error: Exception, planned: bool = False) -> None:
+    def _tell(
+        self, module: LightningModule, step: str, error: Exception, planned: bool = False, tried: str = ""
+    ) -> None:
         both = step == "training_step" and not planned
         tell(
             f"pipepart: {type(module).__name__}.{step} is not recorded: {_shown(error)}\n"
             f"note       {'it and the validation run' if both else 'it runs'} as written, as without "
-            "pipepart: one process has nothing to divide, with one stage and one micro-batch. With more of them it is refused. "
-            "Attempts to record it have run its code before\n"
+            "pipepart: one process has nothing to divide, with one stage and one micro-batch. With more of them it is refused"
+            f"{tried}\n"
         )
 
 
