@@ -103,8 +103,9 @@ class AsWritten:
         if not self.possible:
             raise refusal
         self._refusals.append(refusal)
-        self.steps.add(step)
-        self._tell(module, step, refusal)
+        if step not in self.steps:
+            self.steps.add(step)
+            self._tell(module, step, refusal)
 
     def refuse(self) -> None:
         """Steps cannot run as they are written after all: raise the first refusal, if there was one."""

@@ -78,6 +78,13 @@ def check_module(module: LightningModule, written: AsWritten | None = None) -> N
             f"{name} uses manual optimization (automatic_optimization=False) and was built on the meta device. The segments of "
             "its step are proved with values: build it with values, or use automatic optimization."
         )
+    replaced = overridden("manual_backward", module, "LightningModule") or "manual_backward" in vars(module)
+    if replaced and not module.automatic_optimization:
+        refusal = ConfigError(
+            f"{name} overrides manual_backward(). A step with manual optimization is cut at each call of that method, whose "
+            "backward runs inside a schedule, so the other code would never be called: move its code to training_step."
+        )
+        (written or AsWritten(False)).add_or_raise(module, "training_step", refusal)
     if overridden("backward", module, "LightningModule") and not module.automatic_optimization:
         refusal = ConfigError(
             f"{name} overrides backward() and uses manual optimization (automatic_optimization=False). Each manual_backward "

@@ -21,6 +21,7 @@ from watching import QUIET
 from pipepart import PipelineMonitor, PipelineStrategy, WeightEMA
 from pipepart.errors import CaptureError, ConfigError, PipepartError
 from pipepart.lightning import save_weights
+from pipepart.lightning.refusals import check_module
 
 
 class OwnData(Boring):
@@ -121,6 +122,20 @@ class Reads(Boring):
         return loss
 
 
+class ByHand(Boring):
+    """Optimizes by itself, as steps do that can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        optimizer.step()
+
+
 class TakesIterator(Boring):
     def training_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)
@@ -162,6 +177,39 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is_written(
     assert f"{kind.__name__}.training_step is not recorded: " in caplog.text
     assert "as written, as without pipepart: one process has nothing to divide" in caplog.text
     assert trainers[1].strategy._written.steps >= {"training_step"}
+
+
+def _counted(module: Any, name: str, calls: list[str]) -> None:
+    """Replace a method of this object, as programs do that watch a module."""
+    method = getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return method(*args, **kwargs)
+
+    setattr(module, name, call)
+
+
+def test_methods_that_are_replaced_on_the_object() -> None:
+    """A `backward` is called, and `manual_backward` keeps the step from being cut at it; all stay where they were put."""
+    _, train, _ = build("boring")
+    for kind, name in ((Boring, "backward"), (ByHand, "manual_backward")):
+        found = []
+        for ours in (False, True):
+            module, calls = _made(kind), list[str]()
+            _counted(module, name, calls)
+            _fit(module, ours, train)
+            found.append((calls, module.state_dict(), name in vars(module)))
+        assert found[1][0] == found[0][0] and found[0][0], name
+        assert found[1][2], "it is still there"
+        torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-9, atol=1e-12)
+
+
+def test_a_manual_backward_that_is_overridden_is_refused_where_steps_are_cut() -> None:
+    module = _made(ByHand)
+    _counted(module, "manual_backward", [])
+    with pytest.raises(ConfigError, match=r"ByHand overrides manual_backward\(\)"):
+        check_module(module)
 
 
 class ValidatesOddly(Boring):
