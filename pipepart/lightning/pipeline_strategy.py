@@ -187,7 +187,7 @@ class PipelineStrategy(
         return self._checkpoints.load(checkpoint_path, self.checkpoint_io, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints.load_model(checkpoint, self._whole.runtime, strict)
+        self._checkpoints.load_model(checkpoint, self._module_and_trainer()[0], self._whole.runtime, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizers(checkpoint, self.optimizers)
@@ -263,7 +263,9 @@ class PipelineStrategy(
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             self._ranks.share_weights(module)
-            self._late = self._written.possible and not self._large and not empty_names(module)
+            self._late = self._written.possible and not (
+                self._large or empty_names(module) or self._checkpoints.waits_for_shards
+            )
             if not self._late:
                 self._written.refuse()
                 self._plan_at_set_up(trainer, "training_step" if fitting else _EVALUATION[trainer.state.fn])

@@ -311,3 +311,27 @@ def test_callbacks_of_ours_and_checkpoints(kind: type, tmp_path: Path) -> None:
     save_weights(trainer, tmp_path / "weights")
     weights = load_file(tmp_path / "weights" / "model.safetensors")
     torch.testing.assert_close(weights, dict(module.state_dict()))
+
+
+@pytest.mark.parametrize("kind", [Boring, Sums], ids=lambda kind: kind.__name__)
+def test_a_rate_is_found_and_the_weights_are_put_back(kind: type) -> None:
+    """The finder trains and loads its checkpoint inside a run, with a plan or without one."""
+    _, train, _ = build("boring")
+    module = _made(kind)
+    module.learning_rate = 0.1
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = L.Trainer(strategy=PipelineStrategy(stages=1), devices=1, max_epochs=1, **QUIET)
+    L.pytorch.tuner.Tuner(trainer).lr_find(module, train, num_training=4, update_attr=False)
+    torch.testing.assert_close(dict(module.state_dict()), before)
+
+
+def test_a_checkpoint_in_shards_is_loaded(tmp_path: Path) -> None:
+    _, train, _ = build("boring")
+    strategy = PipelineStrategy(stages=1, sharded=True)
+    trainer = L.Trainer(strategy=strategy, devices=1, max_steps=2, limit_val_batches=0, **QUIET)
+    module, other = _made(Boring), _made(Boring)
+    trainer.fit(module, train)
+    trainer.save_checkpoint(tmp_path / "shards")
+    again = L.Trainer(strategy=PipelineStrategy(stages=1), devices=1, max_steps=2, limit_val_batches=0, **QUIET)
+    again.fit(other, train, ckpt_path=tmp_path / "shards")
+    torch.testing.assert_close(dict(other.state_dict()), dict(module.state_dict()))
