@@ -58,6 +58,7 @@ def fit(config: dict[str, Any], folder: Path) -> None:
     module, data = build_recipe(config)
     allow = config.get("allow") or ()
     strategy = PipelineStrategy(**config["strategy"])
+    strategy.as_written = False  # a run of the command line has a plan, and a report of it
     trainer = L.Trainer(
         **{**config["trainer"], **_without_callbacks(config)},
         devices=int(config["devices"]),

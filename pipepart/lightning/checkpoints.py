@@ -47,12 +47,17 @@ class Checkpoints:
         """Begin a run. Until `load_waiting`, models are kept: Lightning restores them before the strategy is set up."""
         self._waiting = []
 
+    @property
+    def waits_for_shards(self) -> bool:
+        """Whether a model that was kept is one of shards, which stages load."""
+        return any("pipepart_shards" in checkpoint for checkpoint, _ in self._waiting or ())
+
     def load_waiting(self, module: nn.Module, runtime: StageRuntime | None) -> None:
         """Load the models that were kept, into the stage of this rank, or into a `module` that has no plan."""
         waiting, self._waiting = self._waiting or [], None
         for checkpoint, strict in waiting:
             if runtime is not None:
-                self.load_model(checkpoint, runtime, strict)
+                self.load_model(checkpoint, module, runtime, strict)
             elif "pipepart_shards" in checkpoint:
                 raise CheckpointError(
                     f"the checkpoint {checkpoint['pipepart_shards']} cannot be loaded: this run has no batch to plan with, "
@@ -122,13 +127,17 @@ class Checkpoints:
             return shards.load_rest(path, weights_only)
         return io.load_checkpoint(path, weights_only=weights_only)
 
-    def load_model(self, checkpoint: Mapping[str, Any], runtime: StageRuntime | None, strict: bool) -> None:
-        """Load this stage's part of the model from a checkpoint that `load` has returned."""
+    def load_model(
+        self, checkpoint: Mapping[str, Any], module: nn.Module, runtime: StageRuntime | None, strict: bool
+    ) -> None:
+        """Load this stage's part of the model from a checkpoint that `load` has returned; all of it if there is no plan."""
         if self._waiting is not None:
             self._waiting.append((checkpoint, strict))
             return
-        assert runtime is not None
-        if "pipepart_shards" in checkpoint:
+        if runtime is None:
+            self._waiting = [(checkpoint, strict)]
+            self.load_waiting(module, None)
+        elif "pipepart_shards" in checkpoint:
             shards.load_model(dict(checkpoint), runtime, strict)
         else:
             runtime.load_full_state_dict(dict(checkpoint["state_dict"]), strict)

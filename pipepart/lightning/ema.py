@@ -93,9 +93,11 @@ class WeightEMA(OwnCallback):
         average = {name: value.detach().cpu().clone() for name, value in self._average.items()}
         trained = {name: value.detach().cpu().clone() for name, value in self._trained.items()}
         if isinstance(trainer.strategy, PipelineStrategy):
-            average = gather_parts(average, trainer.strategy.runtime) or {}
-            if not trainer.strategy.sharded:
-                trained = gather_parts(trained, trainer.strategy.runtime) or {}
+            runtime = trainer.strategy._whole.runtime  # None: this process holds all
+            if runtime is not None:
+                average = gather_parts(average, runtime) or {}
+                if not trainer.strategy.sharded:
+                    trained = gather_parts(trained, runtime) or {}
         checkpoint["pipepart_weight_ema"] = {"average": average, "step": self._step}
         for name, value in trained.items():  # saved in the middle of an evaluation
             if name in checkpoint["state_dict"]:

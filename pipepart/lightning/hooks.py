@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipepart.errors import ForeignTensorError
+from pipepart.lightning.as_written import AsWritten
 from pipepart.lightning.hook_calls import Alone, HookCall, aside, tell_others
 from pipepart.lightning.hook_lessons import Hook
 from pipepart.lightning.hook_rules import may_touch, of_library
 from pipepart.lightning.namespaces import of
 from pipepart.lightning.run_patches import RunPatches
+from pipepart.lightning.wholeness import Wholeness
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.foreign import follow
 from pipepart.runtime.gathering import Gathering
@@ -129,6 +131,9 @@ class _Hooks:
 class HookedStrategy:
     """The part of a strategy that hooks use."""
 
+    _written: AsWritten
+    _whole: Wholeness
+
     if TYPE_CHECKING:
 
         @property
@@ -147,6 +152,9 @@ class HookedStrategy:
         Values that are written to a parameter inside are kept on the stages that hold it, so every rank must write the
         same values. Hooks do not need it: what they touch is gathered for them.
         """
+        if self._written.possible and self._whole.runtime is None:  # this process holds all values
+            yield
+            return
         with aside(), self.runtime.parts.gathered(gradients):
             yield
 

@@ -1,5 +1,7 @@
 """Plans that are made later than at set-up, since a step needs what hooks set when a run starts.
 
+In a run of one process with nothing to divide, all plans are made with the first batch (`as_written`).
+
 Set-up comes before `on_fit_start` and `on_train_start`. If a training step raises an error of its own when it is recorded there
 (an attribute that does not exist yet, an assertion), it is recorded once more after `on_fit_start`, and at last with the first
 batch, where the same error would be raised on one device.
@@ -7,39 +9,33 @@ batch, where the same error would be raised on one device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pipepart.errors import PipelineError, PipepartError, PlanError
 from pipepart.lightning.announce import tell
-from pipepart.lightning.data import of_rank_zero
+from pipepart.lightning.as_written import AsWritten, NotRecorded, NotYet, not_recorded
+from pipepart.lightning.data import loader_number, of_rank_zero, shared_example
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.run_patches import RunPatches
+from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import Wholeness, move_to_device
+from pipepart.recording.inputs import trees
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import gather_objects
 
 if TYPE_CHECKING:
-    import torch
     from lightning.pytorch import LightningModule, Trainer
 
     from pipepart.lightning.ranks import Ranks
     from pipepart.lightning.recorded_steps import RecordedSteps
 
-__all__ = ["LatePlans", "NotYet", "all_or_none"]
-
-
-class NotYet(Exception):
-    """A step has raised an error of its own while it was recorded. All ranks raise it together."""
-
-    _pipepart_told = True  # it is no failure of a rank that others have to hear of
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+__all__ = ["LatePlans", "all_or_none"]
 
 
 @contextmanager
@@ -59,6 +55,13 @@ def all_or_none(groups: Groups | None) -> Iterator[None]:
         raise NotYet(error or PipelineError(f"the step has failed on rank {failed}: {found[failed]}")) from error
 
 
+def _of_no_mode(batch: Any) -> Any:
+    """A batch that was read in the inference mode, as one that was not."""
+    if not any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in trees.leaves_of(batch)):
+        return batch
+    return trees.map_structure(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
 class LatePlans:
     """The part of a strategy that makes its plan: at set-up, before the loops run, or with the first batch."""
 
@@ -66,9 +69,12 @@ class LatePlans:
     _whole: Wholeness
     _ranks: Ranks
     _patches: RunPatches
+    _options: StrategyOptions
+    _opened: bool
     _late: bool
     _large: bool
     _seed: int
+    _written: AsWritten
     step_times: list[float]
 
     if TYPE_CHECKING:
@@ -84,12 +90,23 @@ class LatePlans:
             self, trainer: Trainer, module: LightningModule, step: str, example: Any, loader: int | None
         ) -> None: ...
 
+        @property
+        def plans_training(self) -> bool: ...
+
         def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None: ...
 
     @property
     def _recorded(self) -> RecordedSteps:
         assert self._steps is not None
         return self._steps
+
+    def _plan_at_set_up(self, trainer: Trainer, step: str) -> None:
+        with isolate_rng():  # random numbers that planning draws do not change those of the run
+            example = shared_example(trainer, self._options.example_batch, self.broadcast, self._patches)
+            if example is not None:
+                opened = self._options.example_batch is None
+                self._opened = opened and trainer.state.fn == "fit"
+                self._plan_or_wait(step, example, loader_number(trainer, opened, self._patches))
 
     def _plan_or_wait(self, step: str, example: Any, loader: int | None) -> None:
         """Plan at set-up. If the step is not ready for that, a plan is made before the loops run, or with a batch."""
@@ -124,7 +141,11 @@ class LatePlans:
         module, trainer = self._module_and_trainer()
         try:
             with guarded(self._ranks.groups), isolate_rng():
-                self._build(trainer, module, step, batch, loader)
+                with (
+                    torch.inference_mode(False),
+                    torch.enable_grad(),
+                ):  # as at set-up; an evaluation runs in other modes
+                    self._build(trainer, module, step, _of_no_mode(batch), loader)
                 self._recorded.start(self.step_times, self._seed)
                 self._follow_hooks(trainer, module)
         except NotYet:
@@ -151,7 +172,26 @@ class LatePlans:
             with guarded(self._ranks.groups):
                 batch = of_rank_zero(trainer, batch, self.broadcast)
             try:
-                self._plan_now(step, batch, loader)
+                with not_recorded(self._written.possible):
+                    self._plan_now(step, batch, loader)
             except NotYet as later:
                 raise later.error from None
         return self._recorded
+
+    def _recorded_or(
+        self, step: str, recorded: Callable[..., Any], written: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
+        """Run a step from its recording; or as it is written, if it cannot be recorded and nothing has to be divided."""
+        module, trainer = self._module_and_trainer()
+        # The plan of a fit is that of its training: without it, evaluations (the sanity check) have nothing to follow.
+        unplanned = trainer.state.fn == "fit" and step != "training_step" and not self.plans_training
+        if step not in self._written.steps and not (self._written.possible and unplanned):
+            try:
+                return recorded(*args)
+            except NotRecorded as refused:
+                if self._whole.runtime is None:
+                    self._steps = None
+                if step == "training_step" and trainer.accumulate_grad_batches > 1 and self.step_times:
+                    raise refused.error from None  # the gradients of one step of the optimizer would have different weights
+                self._written.add(module, step, refused.error, self.plans_training)
+        return written(*args)

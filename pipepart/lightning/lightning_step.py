@@ -207,6 +207,7 @@ def _recording_view(
     reading = {"optimizers": view.optimizers_of_module, "lr_schedulers": view.lr_schedulers}
     automatic = {**{name: partial(_refuse, name) for name in _MANUAL}, **reading}
     attributes = {"log": log, "log_dict": log_dict, "print": show, **(automatic if notes is None else notes.members())}
+    own = {name: value for name, value in vars(module).items() if name in attributes}  # of the user, on the object
     module.__dict__.update(attributes)
     try:
         with with_class(module, members):
@@ -214,6 +215,7 @@ def _recording_view(
     finally:
         for name in attributes:
             module.__dict__.pop(name, None)
+        module.__dict__.update(own)
 
 
 class _Counters(dict[str, Any]):

@@ -61,6 +61,8 @@ class PipelineMonitor(OwnCallback):
         self.files: dict[str, Path] = {}
         """Written files by name, on rank 0."""
         self._every = 0
+        self._waits = True
+        """Whether there is no plan yet whose execution can be recorded."""
         self._batch = self._samples = 0
         self._seen_steps = 0
         self._norm: float | None = None
@@ -70,7 +72,7 @@ class PipelineMonitor(OwnCallback):
 
     def writes_report(self, folder: Path) -> bool:
         """Whether this callback writes the report of the current run, in this folder."""
-        return self._every > 0 and self._report and self._folder.absolute() == folder.absolute()
+        return self._every > 0 and not self._waits and self._report and self._folder.absolute() == folder.absolute()
 
     # ---- hooks
 
@@ -85,9 +87,18 @@ class PipelineMonitor(OwnCallback):
         place = trainer.log_dir  # all ranks must read it
         self._folder = Path(self._folder_given or place or trainer.default_root_dir)
         self._untrace()
-        self._untrace = strategy.runtime.tracing.also(lambda: self._due)
-        if trainer.is_global_zero:
-            self._record_plan(trainer, strategy)
+        self._waits = True
+        self._begun(trainer)
+
+    def _begun(self, trainer: Trainer) -> bool:
+        """Whether figures are recorded: from the plan of the training step on, which may be made with its first batch."""
+        strategy: Any = trainer.strategy
+        if self._every and self._waits and strategy.plans_training:
+            self._waits = False
+            self._untrace = strategy.runtime.tracing.also(lambda: self._due)
+            if trainer.is_global_zero:
+                self._record_plan(trainer, strategy)
+        return self._every > 0 and not self._waits
 
     @property
     def _due(self) -> bool:
@@ -99,14 +110,14 @@ class PipelineMonitor(OwnCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         # With accumulation the last optimizer step may come some batches before the figures are recorded.
-        if self._every and -self._batch % self._every < trainer.accumulate_grad_batches:
+        if self._begun(trainer) and -self._batch % self._every < trainer.accumulate_grad_batches:
             assert isinstance(trainer.strategy, PipelineStrategy)
             self._norm = float(trainer.strategy.runtime.gradient_norm())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._every:
+        if not self._begun(trainer):
             return
         strategy = trainer.strategy
         assert isinstance(strategy, PipelineStrategy)
@@ -131,11 +142,21 @@ class PipelineMonitor(OwnCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._untrace()
+        if self._every and self._waits:
+            tell(
+                "pipepart: PipelineMonitor has recorded nothing: the training step has no plan, or no batch was trained on"
+            )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Checkpoint callbacks write their last file in `on_train_end`, after all other callbacks.
         strategy = trainer.strategy
-        if self._every and self._report and trainer.is_global_zero and isinstance(strategy, PipelineStrategy):
+        if (
+            self._every
+            and not self._waits
+            and self._report
+            and trainer.is_global_zero
+            and isinstance(strategy, PipelineStrategy)
+        ):
             self._write_report(trainer, strategy)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -1,4 +1,6 @@
-"""The `backward` that a module overrides. It gets a loss whose own backward hands over the gradients of the step.
+"""The `backward` that a module overrides, in its class or as an attribute of the object.
+
+It gets a loss whose own backward hands over the gradients of the step.
 
 The backward of a pipeline has run inside its schedule by then. The derivative of what the user's code calls `backward` on, by
 the loss of the step, is a factor of these gradients: so code that scales the loss, calls `backward` twice or not at all has the
@@ -26,7 +28,7 @@ __all__ = ["hand_over_by_backward"]
 
 def hand_over_by_backward(trainer: Trainer, module: LightningModule, loss: torch.Tensor, runtime: StageRuntime) -> None:
     """Add the gradients of the step to `.grad`, by the user's `backward` if there is one. Every rank must call it."""
-    if not overridden("backward", module, "LightningModule"):
+    if not overridden("backward", module, "LightningModule") and "backward" not in vars(module):
         runtime.hand_over(show_own=True)
         return
     name = type(module).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +15,20 @@ from torch.optim import Optimizer
 from pipepart.build import Job
 from pipepart.devices import limit_threads, local_device
 from pipepart.lightning.announce import measured_against_predicted, tell
+from pipepart.lightning.as_written import AsWritten, is_undivided
 from pipepart.lightning.binding import BoundStrategy
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.clipping import connect_clipping
-from pipepart.lightning.data import loader_number, reopen, shared_example, steps_ahead
+from pipepart.lightning.data import reopen, steps_ahead
 from pipepart.lightning.hooks import HookedStrategy, follow_hooks, outside_hooks
 from pipepart.lightning.kept_on_host import only_shapes, too_large
 from pipepart.lightning.known_ranks import KnownRanks
 from pipepart.lightning.late_plan import LatePlans
 from pipepart.lightning.launcher import launcher_for
 from pipepart.lightning.loss_scaling import LossScaling, match_device
-from pipepart.lightning.materialise import check_can_be_filled, fill_stage
+from pipepart.lightning.materialise import check_can_be_filled, empty_names, fill_stage
 from pipepart.lightning.namespaces import of
 from pipepart.lightning.own_backward import hand_over_by_backward
-from pipepart.lightning.random_states import isolate_rng
 from pipepart.lightning.ranks import RankCollectives
 from pipepart.lightning.ray_workers import refuse_shards_by_rank
 from pipepart.lightning.read_once import read_once
@@ -123,6 +123,8 @@ class PipelineStrategy(
         self.sharded, self.after = sharded, after
         self.step_times: list[float] = []
         """Seconds of each training step of the last fit on this rank, without the optimizer."""
+        self.as_written = True
+        """Whether steps that cannot be recorded may run as they are written, where one process has nothing to divide."""
         self.rehearsed: float | None = None
         """Seconds of a step in the rehearsal of the plan, if there was one."""
 
@@ -185,7 +187,7 @@ class PipelineStrategy(
         return self._checkpoints.load(checkpoint_path, self.checkpoint_io, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints.load_model(checkpoint, self._whole.runtime, strict)
+        self._checkpoints.load_model(checkpoint, self._module_and_trainer()[0], self._whole.runtime, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizers(checkpoint, self.optimizers)
@@ -216,9 +218,12 @@ class PipelineStrategy(
         module, trainer = self._module_and_trainer()
         check_trainer(trainer)
         fitting = trainer.state.fn == "fit"
-        check_steps(module, ("training_step", "validation_step") if fitting else (_EVALUATION[trainer.state.fn],))
+        self._written = AsWritten(self.as_written and is_undivided(self._options, self._processes))
+        check_steps(
+            module, ("training_step", "validation_step") if fitting else (_EVALUATION[trainer.state.fn],), self._written
+        )
         if fitting:
-            check_module(module)
+            check_module(module, self._written)
         self._checkpoints.await_setup()
         if self._alone and self.cluster_environment is not None:
             self.cluster_environment.validate_settings(num_devices=1, num_nodes=1)
@@ -258,13 +263,12 @@ class PipelineStrategy(
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             self._ranks.share_weights(module)
-            step = "training_step" if fitting else _EVALUATION[trainer.state.fn]
-            with isolate_rng():  # random numbers that planning draws do not change those of the run
-                example = shared_example(trainer, self._options.example_batch, self.broadcast, self._patches)
-                if example is not None:
-                    opened = self._options.example_batch is None
-                    self._opened = opened and fitting
-                    self._plan_or_wait(step, example, loader_number(trainer, opened, self._patches))
+            self._late = self._written.possible and not (
+                self._large or empty_names(module) or self._checkpoints.waits_for_shards
+            )
+            if not self._late:
+                self._written.refuse()
+                self._plan_at_set_up(trainer, "training_step" if fitting else _EVALUATION[trainer.state.fn])
         if self._steps is not None:
             self._steps.start(self.step_times, self._seed)
         self._checkpoints.load_waiting(module, self._whole.runtime)
@@ -278,7 +282,7 @@ class PipelineStrategy(
                 self._checkpoints.prepare()
         self.setup_precision_plugin()
         self._scaling = LossScaling(self.precision_plugin, self._ranks.groups, self.root_device, self._patches)
-        connect_clipping(self.precision_plugin, lambda: self.runtime, self._patches)
+        connect_clipping(self.precision_plugin, lambda: self._whole.runtime, self._patches)
         if self._steps is not None:
             self._follow_hooks(trainer, module)
 
@@ -295,7 +299,7 @@ class PipelineStrategy(
             module, self._options, self.mesh, self._ranks.groups, self.root_device, context=context, precision=precision
         )
         with only_shapes(module, self._large) as values:
-            self._steps = steps = RecordedSteps(job, module)
+            self._steps = steps = RecordedSteps(job, module, self._written.possible)
             built = steps.build(step, example, loader)
         self._whole.runtime = built.runtime
         if values is not None:
@@ -319,29 +323,39 @@ class PipelineStrategy(
 
     # ---- steps
 
-    def training_step(self, batch: Any, batch_idx: int = 0, *args: Any) -> Any:
+    def training_step(self, *args: Any) -> Any:
         """Forward and backward of all micro-batches. The new gradients are kept apart until `backward` is called."""
-        steps = self._planned_with("training_step", batch)
-        return steps.train(batch, batch_idx, 1.0 if self._scaling is None else self._scaling.factor())
+
+        def recorded(batch: Any, batch_idx: int = 0, *more: Any) -> Any:
+            steps = self._planned_with("training_step", batch)
+            return steps.train(batch, batch_idx, 1.0 if self._scaling is None else self._scaling.factor())
+
+        return self._recorded_or("training_step", recorded, super().training_step, args)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Hand over the gradients where Lightning expects them. The backward itself has run in the schedule."""
+        if "training_step" in self._written.steps:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         module, trainer = self._module_and_trainer()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         hand_over_by_backward(trainer, module, closure_loss, self.runtime)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def validation_step(self, *args: Any) -> Any:
-        return self._evaluate("validation_step", *args)
+        return self._evaluate("validation_step", super().validation_step, args)
 
     def test_step(self, *args: Any) -> Any:
-        return self._evaluate("test_step", *args)
+        return self._evaluate("test_step", super().test_step, args)
 
     def predict_step(self, *args: Any) -> Any:
-        return self._evaluate("predict_step", *args)
+        return self._evaluate("predict_step", super().predict_step, args)
 
-    def _evaluate(self, step: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        answer = self._planned_with(step, batch, dataloader_idx).evaluate(step, batch, batch_idx, dataloader_idx)
+    def _evaluate(self, step: str, written: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        def recorded(batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
+            steps = self._planned_with(step, batch, dataloader_idx)
+            return steps.evaluate(step, batch, batch_idx, dataloader_idx)
+
+        answer = self._recorded_or(step, recorded, written, args)
         if self._signals is not None:
             self._signals.agree(step)
         return answer
@@ -359,14 +373,14 @@ class PipelineStrategy(
             reopen(self._module_and_trainer()[1])
 
     def on_train_end(self) -> None:
-        if self._whole.runtime is not None:
+        if self._whole.runtime is not None and "training_step" not in self._written.steps:
             tell(measured_against_predicted(self.plan, self.step_times))
 
     def on_exception(self, exception: BaseException) -> None:
         if (
             isinstance(exception, of(self).SIGTERMException)
             and self._signals is not None
-            and self._whole.runtime is not None
+            and (self._whole.runtime is not None or self._written.steps)
         ):
             self._signals.save()
         self._whole.vote(f"failed: {type(exception).__name__}: {exception}")

@@ -18,6 +18,7 @@ from pipepart.build.step_variants import Variants, empty_replica, leaves_ahead
 from pipepart.build.verification import verification
 from pipepart.errors import CaptureError
 from pipepart.lightning.announce import tell
+from pipepart.lightning.as_written import NotRecorded, not_recorded
 from pipepart.lightning.data import batches_ahead, prepare, received, why_not_ahead
 from pipepart.lightning.effects import record_with_effects
 from pipepart.lightning.evaluations import Evaluations
@@ -48,13 +49,13 @@ _WORTH_A_REHEARSAL = 50
 
 
 class RecordedSteps:
-    """The recordings of all steps of one module, with their effects."""
+    """The recordings of all steps of one module, with their effects. If `undivided`, other steps raise `NotRecorded`."""
 
     runtime: StageRuntime
     """The runtime of the recordings; set by `build`."""
 
-    def __init__(self, job: Job, module: LightningModule) -> None:
-        self._job, self._module = job, module
+    def __init__(self, job: Job, module: LightningModule, undivided: bool = False) -> None:
+        self._job, self._module, self._undivided = job, module, undivided
         self._trainable: tuple[bool, ...] = ()
         """For each parameter, whether it was trained when the training step was recorded last."""
         self.effects: dict[str, Effects] = {}
@@ -226,11 +227,13 @@ class RecordedSteps:
                     return name, leaves
             elif replica := self.runtime.from_first(empty):
                 raise no_samples(step, self._job.groups, replica)
-            self._add(variants, step, batch, batch_idx, loader)
-        raise CaptureError(
+            with not_recorded(self._undivided):
+                self._add(variants, step, batch, batch_idx, loader)
+        refusal = CaptureError(
             f"{step}: the recording that was made on this batch does not hold for this batch. Expected a step that reads the "
             "same values in each call on one batch. Move values that change with each call (counters) to a hook."
         )
+        raise NotRecorded(refusal) if self._undivided else refusal
 
     def _leaves_ahead(self, name: str, batch_idx: int) -> list[list[Any] | None]:
         """On the first stage, the leaves of the batches that are accumulated with this one, if their numbers are needed.

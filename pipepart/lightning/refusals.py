@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pipepart.errors import ConfigError
+from pipepart.lightning.as_written import AsWritten
 from pipepart.lightning.averages import check_average
 from pipepart.lightning.namespaces import either, of, overridden, package_of
 from pipepart.lightning.precisions import check_precision
@@ -63,8 +64,8 @@ def _check_namespaces(trainer: Trainer) -> None:
             )
 
 
-def check_module(module: LightningModule) -> None:
-    """Refuse modules that cannot be trained in a pipeline."""
+def check_module(module: LightningModule, written: AsWritten | None = None) -> None:
+    """Refuse modules that cannot be trained in a pipeline, or note that their steps run as they are written."""
     name = type(module).__name__
     for path, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
@@ -77,23 +78,32 @@ def check_module(module: LightningModule) -> None:
             f"{name} uses manual optimization (automatic_optimization=False) and was built on the meta device. The segments of "
             "its step are proved with values: build it with values, or use automatic optimization."
         )
+    replaced = overridden("manual_backward", module, "LightningModule") or "manual_backward" in vars(module)
+    if replaced and not module.automatic_optimization:
+        refusal = ConfigError(
+            f"{name} overrides manual_backward(). A step with manual optimization is cut at each call of that method, whose "
+            "backward runs inside a schedule, so the other code would never be called: move its code to training_step."
+        )
+        (written or AsWritten(False)).add_or_raise(module, "training_step", refusal)
     if overridden("backward", module, "LightningModule") and not module.automatic_optimization:
-        raise ConfigError(
+        refusal = ConfigError(
             f"{name} overrides backward() and uses manual optimization (automatic_optimization=False). Each manual_backward "
             "is a segment of the step whose backward runs inside a schedule, so that method would never be called: move its "
             "code to training_step."
         )
+        (written or AsWritten(False)).add_or_raise(module, "training_step", refusal)
 
 
-def check_steps(module: LightningModule, steps: Sequence[str]) -> None:
-    """Refuse steps that read the data themselves."""
+def check_steps(module: LightningModule, steps: Sequence[str], written: AsWritten) -> None:
+    """Refuse steps that read the data themselves, or note that they run as they are written."""
     for step in steps:
         own = getattr(module, step, None)
         if callable(own) and of(module).is_param_in_hook_signature(own, "dataloader_iter", explicit=True):
-            raise ConfigError(
+            refusal = ConfigError(
                 f"{type(module).__name__}.{step} takes dataloader_iter. A pipeline splits batches into micro-batches itself: "
                 f"use {step}(self, batch, batch_idx)."
             )
+            written.add_or_raise(module, step, refusal)
 
 
 def check_optimizers(optimizers: list[Any], precision: Any, automatic: bool = True) -> None:

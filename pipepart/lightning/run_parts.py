@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipepart.errors import PlanError
+from pipepart.lightning.as_written import AsWritten
 from pipepart.lightning.checkpoints import Checkpoints
 from pipepart.lightning.copied_ahead import BatchPlaces
 from pipepart.lightning.loss_scaling import LossScaling
@@ -36,6 +37,8 @@ class RunParts:
     """Whether planning has opened the loader of a fit, which therefore starts again."""
     _late: bool
     """Whether the plan could not be made at set-up, so that it is made later."""
+    _written: AsWritten
+    """The steps of this run that are not recorded."""
     _large: bool
     _seed: int
     """The seed of rank 0 when the run was set up."""
@@ -50,6 +53,7 @@ class RunParts:
         self._patches = RunPatches()
         self._steps = self._signals = self._scaling = self._plan = None
         self._opened = self._late = self._large = False
+        self._written = AsWritten(False)
         self._seed = 0
 
     @property
@@ -61,6 +65,11 @@ class RunParts:
                 "validate, test or predict of the trainer first."
             )
         return self._whole.runtime
+
+    @property
+    def plans_training(self) -> bool:
+        """Whether there is a plan that training follows. It may be made with the first batch, and steps may need none."""
+        return self._whole.runtime is not None and self._whole.runtime.has("training_step")
 
     @property
     def plan(self) -> Plan:

@@ -50,7 +50,9 @@ def save_weights(
         raise ConfigError(
             f"save_weights needs a trainer with PipelineStrategy; this one has {type(strategy).__name__}."
         )
-    groups, target = strategy.runtime.groups, Path(folder)
+    # Steps that run as they are written need no plan: this process holds the whole module.
+    runtime = strategy._whole.runtime if strategy._written.steps else strategy.runtime
+    groups, target = None if runtime is None else runtime.groups, Path(folder)
     part = target.with_name(f"{target.name}.part")
     first, writes = groups is None or groups.rank == 0, groups is None or groups.replica == 0
     files: list[Part] = []
@@ -61,7 +63,7 @@ def save_weights(
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         if writes:
-            own = strategy.runtime.parts.own_state_dict()
+            own = trainer.lightning_module.state_dict() if runtime is None else runtime.parts.own_state_dict()
             files.extend(_divided(dict(own if convert is None else convert(own)), shard_bytes))
 
     def write() -> None:

@@ -56,6 +56,8 @@ def _replace_the_default(stages: int) -> None:
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
     choose = _AcceleratorConnector._choose_strategy
+    if stages:
+        _note_written_steps()
 
     def ours(connector: Any) -> Any:
         chosen = choose(connector)
@@ -69,6 +71,19 @@ def _replace_the_default(stages: int) -> None:
         return chosen
 
     _AcceleratorConnector._choose_strategy = ours  # type: ignore[method-assign]
+
+
+def _note_written_steps() -> None:
+    """Note the tests with a step that is not recorded, and runs as it is written."""
+    from pipepart.lightning.as_written import AsWritten
+
+    say = AsWritten._tell
+
+    def tell(self: AsWritten, module: Any, step: str, *args: Any, **kwargs: Any) -> None:
+        _written.append(step)
+        say(self, module, step, *args, **kwargs)
+
+    AsWritten._tell = tell  # type: ignore[method-assign]
 
 
 def _several_layers(count: int) -> None:
@@ -108,6 +123,8 @@ if "folder" in _GIVEN:
 
 _uses_default: list[bool] = []
 """Not empty if the present test has made a Trainer with the default strategy."""
+_written: list[str] = []
+"""The steps of the present test that are not recorded, and run as they are written."""
 
 
 def _write(entry: dict[str, Any]) -> None:
@@ -119,6 +136,7 @@ def _write(entry: dict[str, Any]) -> None:
 
 def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
     _uses_default.clear()
+    _written.clear()
     _write({"test": nodeid, "state": "started"})
 
 
@@ -130,7 +148,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
         state = report.outcome if not hasattr(report, "wasxfail") else "skipped"
         entry: dict[str, Any] = {
             "test": item.nodeid, "state": state, "when": report.when, "seconds": round(call.duration, 2),
-            "default": bool(_uses_default),
+            "default": bool(_uses_default), "written": sorted(set(_written)),
         }  # fmt: skip
         if report.failed and call.excinfo is not None:
             entry.update(_reason(call.excinfo.value))
