@@ -139,7 +139,7 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
                 file.unlink(missing_ok=True)
     except (SignalException, KeyboardInterrupt) as error:
         name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
-        last = last_checkpoint(folder)
+        last = last_checkpoint(config, folder)
         hint = f" Continue with resume={shown(last)}" if last.exists() else ""
         raise PipelineError(f"stopped by {name}; all processes have ended.{hint}") from None
 

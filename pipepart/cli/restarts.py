@@ -9,20 +9,28 @@ from __future__ import annotations
 import os
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipepart.cli.console import shown
+
+if TYPE_CHECKING:
+    from pipepart.lightning.remote_files import RemoteFile
 
 __all__ = ["Restarts", "last_checkpoint", "shape_left", "written"]
 
 
-def last_checkpoint(folder: Path) -> Path:
-    return folder / "checkpoints" / "last.ckpt"
+def last_checkpoint(config: dict[str, Any], folder: Path) -> Path | RemoteFile:
+    """The last checkpoint of a run, which is at the address of its output if that is one."""
+    from pipepart.cli.remote_output import checkpoint_place
+
+    return checkpoint_place(config, folder)
 
 
-def written(path: Path) -> int | None:
-    """A number that is another one after the checkpoint was written again; None without a checkpoint."""
-    return path.stat().st_mtime_ns if path.exists() else None
+def written(path: Path | RemoteFile) -> Any:
+    """A value that is another one after the checkpoint was written again; None without a checkpoint."""
+    if not path.exists():
+        return None
+    return path.stat().st_mtime_ns if isinstance(path, Path) else path.changed()
 
 
 class Restarts:
@@ -30,7 +38,7 @@ class Restarts:
 
     def __init__(self, config: dict[str, Any], folder: Path) -> None:
         self.config, self._folder = config, folder
-        self._before = written(last_checkpoint(folder))
+        self._before = written(last_checkpoint(config, folder))
         self.count = 0
         self.text = ""
         """What the last call of `another` has decided, for the user."""
@@ -41,7 +49,7 @@ class Restarts:
         if 0 <= limit <= self.count:
             return False
         self.count += 1
-        last = last_checkpoint(self._folder)
+        last = last_checkpoint(self.config, self._folder)
         if written(last) not in (None, self._before):
             self.config = {**self.config, "resume": str(last)}
         start = "the beginning" if self.config["resume"] is None else shown(self.config["resume"])
