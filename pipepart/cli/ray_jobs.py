@@ -11,10 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipepart.cli.console import shown
 from pipepart.cli.libraries import load_libraries
 from pipepart.cli.processes import first_reason, leave_reason
-from pipepart.cli.restarts import last_checkpoint, written
+from pipepart.cli.restarts import go_on_hint, last_checkpoint, written
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.secrets import clean_output, redacted
 
@@ -55,8 +54,7 @@ def start_workers(config: dict[str, Any], folder: Path) -> None:
     try:
         trainer.fit()
     except KeyboardInterrupt:
-        last = last_checkpoint(config, folder)
-        hint = f" Continue with resume={shown(last)}" if last.exists() else ""
+        hint = go_on_hint(config, folder)
         raise PipelineError(f"stopped by SIGINT; all workers have ended.{hint}") from None
     except Exception as error:
         raise PipelineError(_cause(error, logs)) from None

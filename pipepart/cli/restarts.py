@@ -7,16 +7,18 @@ that are left take more batches for each step, so that the samples of a step sta
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipepart.cli.console import shown
+from pipepart.errors import PipelineError
 
 if TYPE_CHECKING:
     from pipepart.lightning.remote_files import RemoteFile
 
-__all__ = ["Restarts", "last_checkpoint", "shape_left", "written"]
+__all__ = ["Restarts", "go_on_hint", "last_checkpoint", "shape_left", "written"]
 
 
 def last_checkpoint(config: dict[str, Any], folder: Path) -> Path | RemoteFile:
@@ -28,9 +30,20 @@ def last_checkpoint(config: dict[str, Any], folder: Path) -> Path | RemoteFile:
 
 def written(path: Path | RemoteFile) -> Any:
     """A value that is another one after the checkpoint was written again; None without a checkpoint."""
-    if not path.exists():
-        return None
-    return path.stat().st_mtime_ns if isinstance(path, Path) else path.changed()
+    if isinstance(path, Path):
+        return path.stat().st_mtime_ns if path.exists() else None
+    try:
+        return path.changed() if path.exists() else None
+    except Exception as error:  # those of the libraries of object stores are of many kinds
+        raise PipelineError(f"it is not known whether there is a checkpoint {path}: {error}") from error
+
+
+def go_on_hint(config: dict[str, Any], folder: Path) -> str:
+    """How to go on from the last checkpoint, for a message; empty without one."""
+    last = last_checkpoint(config, folder)
+    with suppress(PipelineError):
+        return "" if written(last) is None else f" Continue with resume={shown(last)}"
+    return ""
 
 
 class Restarts:

@@ -101,10 +101,17 @@ class RemoteFile:
         return self._place[1]
 
     def is_file(self) -> bool:
-        return bool(self.fs.isfile(self.path))
+        return self._kind() == "file"
 
     def exists(self) -> bool:
-        return bool(self.fs.exists(self.path))
+        return self._kind() is not None
+
+    def _kind(self) -> str | None:
+        """Return "file", "directory", or None if there is nothing. That the store cannot be reached is an error, not None."""
+        try:
+            return str(self.fs.info(self.path)["type"])
+        except FileNotFoundError:
+            return None
 
     def children(self) -> list[RemoteFile]:
         """The files and folders in this folder; none if there is no such folder."""

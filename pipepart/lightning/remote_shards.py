@@ -115,6 +115,7 @@ def save(
     folder, files = target / name, _Files()
     tensors, plain = tensors_of(checkpoint)
     every_plain = gather_parts(plain, runtime)
+    contents: dict[str, Content] | None = None
 
     def write() -> None:
         if groups is not None and groups.replica != 0:
@@ -142,8 +143,8 @@ def save(
         together(lambda: _named(finish, target))
     except CheckpointError:
         if first:
-            with suppress(Exception):
-                folder.remove()
+            with suppress(Exception):  # if it is not known what counts, the folder stays for the next save
+                _remove_unless_it_counts(target, name)
         raise
 
 
@@ -155,6 +156,16 @@ def _named(step: Callable[[], None], target: RemoteFile) -> None:
         raise CheckpointError(
             f"the checkpoint {target} could not be written: {reason_of(first)}. A previous checkpoint there is untouched."
         ) from error
+
+
+def _remove_unless_it_counts(target: RemoteFile, name: str) -> None:
+    """Remove the folder of a save that has failed. A store may have taken the manifest and not have said so."""
+    try:
+        counts = json.loads((target / MANIFEST).read())["folder"] == name
+    except FileNotFoundError:
+        counts = False
+    if not counts:
+        (target / name).remove()
 
 
 def _remove_others(target: RemoteFile, name: str) -> None:
