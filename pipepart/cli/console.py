@@ -85,7 +85,9 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     return "\n".join([bold(lines[0]), "  ".join("-" * w for w in widths), *lines[1:]])
 
 
-def shown(path: Path | str) -> str:
-    """A path, relative to the current folder if it is below it."""
-    found = Path(path).absolute()
+def shown(path: object) -> str:
+    """A path, relative to the current folder if it is below it. An address stays as it is."""
+    if "://" in str(path):
+        return str(path)
+    found = Path(str(path)).absolute()
     return str(found.relative_to(Path.cwd())) if found.is_relative_to(Path.cwd()) else str(found)

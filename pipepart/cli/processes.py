@@ -21,7 +21,7 @@ from typing import Any
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.cli.forks import can_fork, run_fresh
 from pipepart.cli.libraries import load_libraries
-from pipepart.cli.restarts import Restarts, last_checkpoint, shape_left
+from pipepart.cli.restarts import Restarts, go_on_hint, shape_left
 from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.files import load_json
 from pipepart.machine import shared_cores
@@ -139,8 +139,7 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
                 file.unlink(missing_ok=True)
     except (SignalException, KeyboardInterrupt) as error:
         name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
-        last = last_checkpoint(folder)
-        hint = f" Continue with resume={shown(last)}" if last.exists() else ""
+        hint = go_on_hint(config, folder)
         raise PipelineError(f"stopped by {name}; all processes have ended.{hint}") from None
 
 

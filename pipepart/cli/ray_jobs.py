@@ -11,10 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipepart.cli.console import shown
 from pipepart.cli.libraries import load_libraries
 from pipepart.cli.processes import first_reason, leave_reason
-from pipepart.cli.restarts import last_checkpoint, written
+from pipepart.cli.restarts import go_on_hint, last_checkpoint, written
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.secrets import clean_output, redacted
 
@@ -45,7 +44,7 @@ def start_workers(config: dict[str, Any], folder: Path) -> None:
     trainer = TorchTrainer(
         _work,
         train_loop_config={
-            "config": config, "folder": str(folder), "from": os.getcwd(), "before": written(last_checkpoint(folder)),
+            "config": config, "folder": str(folder), "from": os.getcwd(), "before": written(last_checkpoint(config, folder)),
         },
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=_wants_gpu(config, ray.cluster_resources())),
         run_config=RunConfig(
@@ -55,8 +54,7 @@ def start_workers(config: dict[str, Any], folder: Path) -> None:
     try:
         trainer.fit()
     except KeyboardInterrupt:
-        last = last_checkpoint(folder)
-        hint = f" Continue with resume={shown(last)}" if last.exists() else ""
+        hint = go_on_hint(config, folder)
         raise PipelineError(f"stopped by SIGINT; all workers have ended.{hint}") from None
     except Exception as error:
         raise PipelineError(_cause(error, logs)) from None
@@ -108,7 +106,7 @@ def _work(given: dict[str, Any]) -> None:
     (logs / f"failure-rank{rank}.json").unlink(missing_ok=True)
     config["devices"] = context.get_local_world_size()
     config["launcher"] = {**config["launcher"], "nodes": 1}
-    last = last_checkpoint(folder)
+    last = last_checkpoint(config, folder)
     if broadcast_from_rank_zero(written(last) not in (None, given["before"])):
         config["resume"] = str(last)
     with clean_output():

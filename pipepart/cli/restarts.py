@@ -7,22 +7,43 @@ that are left take more batches for each step, so that the samples of a step sta
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipepart.cli.console import shown
+from pipepart.errors import PipelineError
 
-__all__ = ["Restarts", "last_checkpoint", "shape_left", "written"]
+if TYPE_CHECKING:
+    from pipepart.lightning.remote_files import RemoteFile
+
+__all__ = ["Restarts", "go_on_hint", "last_checkpoint", "shape_left", "written"]
 
 
-def last_checkpoint(folder: Path) -> Path:
-    return folder / "checkpoints" / "last.ckpt"
+def last_checkpoint(config: dict[str, Any], folder: Path) -> Path | RemoteFile:
+    """The last checkpoint of a run, which is at the address of its output if that is one."""
+    from pipepart.cli.remote_output import checkpoint_place
+
+    return checkpoint_place(config, folder)
 
 
-def written(path: Path) -> int | None:
-    """A number that is another one after the checkpoint was written again; None without a checkpoint."""
-    return path.stat().st_mtime_ns if path.exists() else None
+def written(path: Path | RemoteFile) -> Any:
+    """A value that is another one after the checkpoint was written again; None without a checkpoint."""
+    if isinstance(path, Path):
+        return path.stat().st_mtime_ns if path.exists() else None
+    try:
+        return path.changed() if path.exists() else None
+    except Exception as error:  # those of the libraries of object stores are of many kinds
+        raise PipelineError(f"it is not known whether there is a checkpoint {path}: {error}") from error
+
+
+def go_on_hint(config: dict[str, Any], folder: Path) -> str:
+    """How to go on from the last checkpoint, for a message; empty without one."""
+    last = last_checkpoint(config, folder)
+    with suppress(PipelineError):
+        return "" if written(last) is None else f" Continue with resume={shown(last)}"
+    return ""
 
 
 class Restarts:
@@ -30,7 +51,7 @@ class Restarts:
 
     def __init__(self, config: dict[str, Any], folder: Path) -> None:
         self.config, self._folder = config, folder
-        self._before = written(last_checkpoint(folder))
+        self._before = written(last_checkpoint(config, folder))
         self.count = 0
         self.text = ""
         """What the last call of `another` has decided, for the user."""
@@ -41,7 +62,7 @@ class Restarts:
         if 0 <= limit <= self.count:
             return False
         self.count += 1
-        last = last_checkpoint(self._folder)
+        last = last_checkpoint(self.config, self._folder)
         if written(last) not in (None, self._before):
             self.config = {**self.config, "resume": str(last)}
         start = "the beginning" if self.config["resume"] is None else shown(self.config["resume"])

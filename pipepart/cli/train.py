@@ -86,7 +86,7 @@ def resolve_devices(config: dict[str, Any]) -> int:
 
 def check_run(config: dict[str, Any], queued: bool = False) -> None:
     """Refuse everything that can be refused before a process is started, by this command or (`queued`) by a queue."""
-    from pipepart.lightning.sharded import is_sharded
+    from pipepart.cli.remote_output import check_places, work_folder
     from pipepart.lightning.strategy_options import StrategyOptions
     from pipepart.runtime import fit_mesh
 
@@ -99,12 +99,8 @@ def check_run(config: dict[str, Any], queued: bool = False) -> None:
     if options.plan is None:
         fit_mesh(int(config["devices"]) * int(launcher["nodes"]), options.stages, options.replicas)
     _check_optimizer(config)
-    _check_output(Path(config["output"]))
-    resume = config["resume"]
-    if resume is not None and not os.path.isfile(resume) and not (os.path.isdir(resume) and is_sharded(resume)):
-        raise ConfigError(
-            f"resume: there is no checkpoint {resume!r}; expected a file or the folder of a sharded checkpoint"
-        )
+    _check_output(work_folder(str(config["output"])))
+    check_places(config)
     if launcher["engine"] not in ("torch", "ray"):
         raise ConfigError(f"launcher.engine must be torch or ray, got {launcher['engine']!r}")
     least = launcher["min_nodes"]
@@ -149,7 +145,9 @@ def _check_output(folder: Path) -> None:
 
 def prepare_folder(config: dict[str, Any], overrides: Sequence[str]) -> Path:
     """Make the folder of the run with its configuration, and the link `latest` to it."""
-    given = Path(config["output"])
+    from pipepart.cli.remote_output import work_folder
+
+    given = work_folder(str(config["output"]))
     folder = given.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,8 +175,14 @@ def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]
     elif nodes > 1:
         count += f" on each of {nodes} machines"
     print(f"{bold('pipepart train')}  recipe {config['name']}, {count}, output in {shown(folder)}", flush=True)
-    (start_workers if config["launcher"]["engine"] == "ray" else start_ranks)(config, folder)
-    _show_paths(folder)
+    from pipepart.cli.remote_output import localised, send_output
+
+    try:
+        engine = start_workers if config["launcher"]["engine"] == "ray" else start_ranks
+        engine(localised(config, folder), folder)
+        _show_paths(folder)
+    finally:
+        send_output(config, folder)
     if nodes > 1 and config["launcher"]["engine"] == "torch" and not (folder / "result.json").exists():
         print("\nThe first rank ran on another machine: the report and the checkpoints are there.", flush=True)
     return read_result(folder)
@@ -186,6 +190,7 @@ def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]
 
 def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> None:
     """Run this process as one rank of a job; all ranks use the folder of rank 0."""
+    from pipepart.cli.remote_output import localised, send_output, work_folder
     from pipepart.runtime.rendezvous import job_store, join_job
 
     first = os.environ["RANK"] == "0"
@@ -194,12 +199,13 @@ def _run_started(config: dict[str, Any], overrides: Sequence[str]) -> None:
         if first:
             job_store().set("pipepart/output", str(config["output"]))
         config["output"] = job_store().get("pipepart/output").decode()
-    folder = Path(config["output"]).absolute()
+    folder = work_folder(str(config["output"])).absolute()
     if first:
         prepare_folder(config, overrides)
-    run_as_rank(json.dumps(config), str(folder))
+    run_as_rank(json.dumps(localised(config, folder)), str(folder))
     if first:
         _show_paths(folder)
+        send_output(config, folder)
 
 
 def read_result(folder: Path) -> dict[str, Any]:

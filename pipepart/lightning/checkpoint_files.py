@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import torch
 from pipepart.errors import PipepartError
 from pipepart.files import Field, load_json, write_whole
 from pipepart.lightning.namespaces import either, loaded
+from pipepart.lightning.remote_files import MANIFEST, RemoteFile, is_remote, received, sent_from
 from pipepart.lightning.sealed_file import fault_of_seal, seal
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ __all__ = [
     "write_manifest",
 ]
 
-_INSIDE = "manifest.json"
-
 
 class CheckpointError(PipepartError):
     """A checkpoint could not be written, or the files on disk differ from those that were written."""
@@ -64,7 +63,7 @@ class Content:
 
 def manifest_of(checkpoint: Path) -> Path:
     """The path of the manifest of a directory, or of a file of an earlier version."""
-    return checkpoint / _INSIDE if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.sha256")
+    return checkpoint / MANIFEST if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.name}.sha256")
 
 
 def write_manifest(checkpoint: Path, files: Mapping[str, Sequence[Content]]) -> None:
@@ -122,15 +121,24 @@ def _fault(checkpoint: Path, known: Mapping[Path, Sequence[Content]]) -> str:
     return ""
 
 
-def others_beside(damaged: Path) -> str:
+def others_beside(damaged: Path | RemoteFile) -> str:
     """A sentence on the newest intact checkpoint in the same folder, to continue with."""
-    candidates = [path for path in damaged.parent.glob("*.ckpt") if path != damaged]
-    for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
-        try:
-            if _is_intact(path):
-                return f" The newest intact checkpoint beside it: {path}"
-        except (OSError, CheckpointError):
-            continue
+    candidates: list[Any]
+    if isinstance(damaged, RemoteFile):
+        with suppress(Exception):  # an error of an object store does not hide the damage
+            beside = [file for file in damaged.parent.children() if file.name.endswith(".ckpt")]
+            candidates = sorted((file for file in beside if file != damaged), key=RemoteFile.changed, reverse=True)
+            for file in candidates:
+                if _is_intact_there(file):
+                    return f" The newest intact checkpoint beside it: {file}"
+    else:
+        candidates = [path for path in damaged.parent.glob("*.ckpt") if path != damaged]
+        for path in sorted(candidates, key=lambda p: p.stat().st_mtime, reverse=True):
+            try:
+                if _is_intact(path):
+                    return f" The newest intact checkpoint beside it: {path}"
+            except (OSError, CheckpointError):
+                continue
     return " There is no other intact checkpoint beside it."
 
 
@@ -141,6 +149,15 @@ def _is_intact(checkpoint: Path) -> bool:
         known = known_contents(checkpoint)
         return all(known.values()) and not _fault(checkpoint, known)
     return not fault
+
+
+def _is_intact_there(checkpoint: RemoteFile) -> bool:
+    from pipepart.lightning.remote_shards import fault_of, is_sharded  # which writes with this module
+
+    if is_sharded(checkpoint):
+        return not fault_of(checkpoint)
+    with received(checkpoint) as file:
+        return fault_of_seal(file) == ""
 
 
 def _digest_of(path: Path) -> str:
@@ -173,8 +190,11 @@ class SafeCheckpointIO(CheckpointIO):
         self._plain.teardown()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if "://" in str(path) or storage_options is not None:  # object stores replace a file in one step anyway
+        if storage_options is not None:
             self._plain.save_checkpoint(checkpoint, path, storage_options)
+            return
+        if is_remote(path):
+            _send(checkpoint, path)
             return
         target = Path(path)
         part = target.with_name(f"{target.name}.part")
@@ -205,24 +225,54 @@ class SafeCheckpointIO(CheckpointIO):
         self, path: Any, map_location: Callable | None = lambda storage, loc: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Tensors are mapped from the file and read when they are used, so a rank reads only its part of a large file."""
-        if "://" in str(path):  # Lightning would read web addresses with weights_only=False
-            read: dict[str, Any] = self._plain.load_checkpoint(
-                path, map_location, True if weights_only is None else weights_only
-            )
-            return read
+        if is_remote(path):
+            return _load_there(path, map_location, weights_only)
         if not Path(path).exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         found: dict[str, Any] = load_file(Path(path), weights_only, map_location)
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
+        if is_remote(path):
+            RemoteFile.at(path).remove()
+            return
         self._plain.remove_checkpoint(path)
-        if "://" not in str(path):
-            manifest_of(Path(path)).unlink(missing_ok=True)
+        manifest_of(Path(path)).unlink(missing_ok=True)
 
 
-def load_file(path: Path, weights_only: bool | None, map_location: Any = None) -> Any:
-    """Read a file of `torch.save`, its tensors when they are used.
+def _send(checkpoint: dict[str, Any], address: Any) -> None:
+    """Write a sealed file and copy it to its address, where it appears as a whole."""
+    target = RemoteFile.at(address)
+    try:
+        with sent_from(address) as file, open(file, "w+b") as opened:
+            torch.save(checkpoint, opened)
+            seal(opened)
+    except Exception as error:  # those of the libraries of object stores are of many kinds
+        raise CheckpointError(
+            f"the checkpoint {target} could not be written: {reason_of(error)}. A previous checkpoint there is untouched."
+        ) from error
+
+
+def _load_there(address: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Read a file at an address through a copy, after the copy was compared with its digest."""
+    source = RemoteFile.at(address)
+    with ExitStack() as kept:
+        try:
+            if not source.is_file():
+                raise FileNotFoundError(f"Checkpoint file not found: {source}")
+            copy = kept.enter_context(received(address))
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"the checkpoint {source} cannot be read: {reason_of(error)}") from error
+        if fault := fault_of_seal(copy):
+            raise CheckpointError(f"the checkpoint {source} is damaged: {fault}.{others_beside(source)}")
+        found: dict[str, Any] = load_file(copy, weights_only, map_location, source)
+        return found
+
+
+def load_file(path: Path, weights_only: bool | None, map_location: Any = None, source: RemoteFile | None = None) -> Any:
+    """Read a file of `torch.save`, its tensors when they are used; `source` is the address of which it is a copy.
 
     `weights_only`: None or True read tensors and plain values only; False also reads objects of other classes.
     """
@@ -235,14 +285,15 @@ def load_file(path: Path, weights_only: bool | None, map_location: Any = None) -
                 raise
             return torch.load(path, **options)  # files of old versions of torch
     except Exception as error:
+        name = path if source is None else source
         if "weights_only" in str(error) or "Weights only" in str(error):
             raise CheckpointError(
-                f"the checkpoint {path} is refused: it holds more than tensors and plain values, and reading that can run "
+                f"the checkpoint {name} is refused: it holds more than tensors and plain values, and reading that can run "
                 f"code.\n  reason: {_named_in(str(error))}\n  do: if you trust its source, read it with "
                 "weights_only=False (an argument of trainer.fit, validate, test, predict and of pipepart.consolidate), or "
                 "allow the class with torch.serialization.add_safe_globals([...])"
             ) from error
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}{others_beside(path)}") from error
+        raise CheckpointError(f"the checkpoint {name} cannot be read: {error}{others_beside(name)}") from error
 
 
 def _named_in(text: str) -> str:
@@ -261,7 +312,7 @@ def safe_by_default(io: CheckpointIO | None) -> CheckpointIO:
 def verify(path: Any) -> None:
     """Compare a checkpoint file with its digest. Files without one (from elsewhere) pass."""
     file = Path(path)
-    if "://" in str(path) or not file.is_file():
+    if is_remote(path) or not file.is_file():  # that of an address is compared when it is read
         return
     fault = fault_of_seal(file)
     if fault:

@@ -15,6 +15,7 @@ from pipepart.lightning.checkpoint_files import CheckpointError, verify
 from pipepart.lightning.namespaces import either
 from pipepart.lightning.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
 from pipepart.lightning.ranks import Ranks
+from pipepart.lightning.remote_files import check_address, is_remote
 from pipepart.runtime import Groups, StageRuntime
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.leaving import release_groups, released_with
@@ -108,6 +109,7 @@ class Checkpoints:
         storage_options: Any,
     ) -> None:
         """Write a checkpoint. If one rank cannot write, all ranks raise."""
+        self._check_address(path, "the checkpoint", writes=True)
         if self._sharded():
             assert runtime is not None
             groups = self._groups()
@@ -118,6 +120,8 @@ class Checkpoints:
     def load(self, path: Any, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint. Rank 0 compares the files with their manifest; every rank reads the parts that it needs."""
 
+        self._check_address(path, "the checkpoint", writes=False)
+
         def check() -> None:
             shards.bring_back(path)
             (shards.verify_shards if shards.is_sharded(path) else verify)(path)
@@ -126,6 +130,10 @@ class Checkpoints:
         if shards.is_sharded(path):
             return shards.load_rest(path, weights_only)
         return io.load_checkpoint(path, weights_only=weights_only)
+
+    def _check_address(self, path: Any, source: str, writes: bool) -> None:
+        if is_remote(path):
+            check_address(path, self._ranks.mesh.world_size, source, writes)
 
     def load_model(
         self, checkpoint: Mapping[str, Any], module: nn.Module, runtime: StageRuntime | None, strict: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from pipepart.lightning.artifacts import log_files
 from pipepart.lightning.binding import OwnCallback
 from pipepart.lightning.namespaces import either, loaded
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
+from pipepart.lightning.remote_files import RemoteFile, is_remote
 from pipepart.recording.inputs import trees
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.figures import measured_step, plan_figures, step_figures
@@ -43,9 +45,10 @@ class PipelineMonitor(OwnCallback):
     ```
 
     All loggers of the trainer get the same figures, on rank 0. At the end, after the last checkpoint, `plan.json`,
-    `graph.json`, `trace.json` and `report.html` are in `folder` (by default the trainer's log directory); Weights & Biases
-    has them as artifacts and the page as a panel. If a logger fails or a file cannot be written, a warning names it, and
-    the run continues without it. `title` is the title of the page (by default the name of the module's class).
+    `graph.json`, `trace.json` and `report.html` are in `folder` (by default the trainer's log directory; an address such as
+    `s3://bucket/run` is possible); Weights & Biases has them as artifacts and the page as a panel. If a logger fails or a
+    file cannot be written, a warning names it, and the run continues without it. `title` is the title of the page (by
+    default the name of the module's class).
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class PipelineMonitor(OwnCallback):
         self._seen_steps = 0
         self._norm: float | None = None
         self._folder = Path()
+        self._address: str | None = None
         self._silenced: set[int] = set()
         self._untrace: Callable[[], None] = lambda: None
 
@@ -85,7 +89,7 @@ class PipelineMonitor(OwnCallback):
         self._every = self._every_given or max(1, int(getattr(trainer, "log_every_n_steps", 0) or 50))
         self._batch, self._samples, self._seen_steps, self._norm = 0, 0, len(strategy.step_times), None
         place = trainer.log_dir  # all ranks must read it
-        self._folder = Path(self._folder_given or place or trainer.default_root_dir)
+        self._place_files(self._folder_given or place or trainer.default_root_dir)
         self._untrace()
         self._waits = True
         self._begun(trainer)
@@ -99,6 +103,13 @@ class PipelineMonitor(OwnCallback):
             if trainer.is_global_zero:
                 self._record_plan(trainer, strategy)
         return self._every > 0 and not self._waits
+
+    def _place_files(self, place: Any) -> None:
+        """Files for an address are written into a temporary folder, and copied one by one."""
+        self._address = str(place) if is_remote(place) else None
+        if self._address is not None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="pipepart-report-")
+        self._folder = Path(place if self._address is None else self._temporary.name)
 
     @property
     def _due(self) -> bool:
@@ -215,6 +226,8 @@ class PipelineMonitor(OwnCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path)
             self.files[name] = path
+            if self._address is not None:
+                (RemoteFile.at(self._address) / name).send(path)
             return {name: path}
         return {}
 

@@ -16,6 +16,7 @@ from pipepart.lightning.as_written import AsWritten
 from pipepart.lightning.averages import check_average
 from pipepart.lightning.namespaces import either, of, overridden, package_of
 from pipepart.lightning.precisions import check_precision
+from pipepart.lightning.remote_files import check_address, is_remote
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -47,6 +48,9 @@ def check_trainer(trainer: Trainer) -> None:
                     f"the callback {type(callback).__name__} does not work in a pipeline: {_CALLBACKS[kind.__name__]}."
                 )
         check_average(callback, trainer.strategy)
+        folder = getattr(callback, "dirpath", None)
+        if isinstance(callback, of(trainer).ModelCheckpoint) and is_remote(folder):
+            check_address(folder, trainer.world_size, f"{type(callback).__name__}.dirpath")
     check_precision(trainer.precision_plugin)
 
 

@@ -6,10 +6,10 @@ Here are those of fine-tuning callbacks, model summaries and signal handlers; `l
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,6 +197,7 @@ class Signals:
         if not isinstance(callback, of(trainer).ModelCheckpoint) or callback.dirpath is None:
             tell("pipepart: stopped by SIGTERM; nothing saved, since this run has no ModelCheckpoint")
             return
-        path = Path(callback.dirpath) / f"sigterm-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+        name = f"sigterm-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt"
+        path = os.path.join(callback.dirpath, name)  # the folder may be an address
         trainer.save_checkpoint(path)
         tell(f"pipepart: stopped by SIGTERM after step {trainer.global_step}; saved {path}")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,10 +24,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pipepart.lightning.checkpoint_files import CheckpointError
+from pipepart.lightning.remote_files import is_remote
 from pipepart.values import MOST_WHOLE
 
 __all__ = ["ShardReader"]
 
+_INDEX = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _HELD = {
     **dict.fromkeys(
@@ -47,21 +50,27 @@ _HELD = {
 
 
 class ShardReader(FileSystemReader):
-    """Reader of torch's files of tensors that reads the index without running code."""
+    """Reader of torch's files of tensors, in a folder or at an address, that reads the index without running code."""
+
+    def __init__(self, path: Any) -> None:
+        super().__init__(path)
+        if is_remote(path):
+            self.fs = FileSystem()
+            self.path = self.fs.init_path(str(path))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
+        path = self.fs.concat_path(self.path, _INDEX)
         try:
-            with open(path, "rb") as file:
+            with self.fs.create_stream(path, "rb") as file:
                 metadata = _made(_Unpickler(file).load())
         except _Refused as refusal:
             raise CheckpointError(
-                f"the checkpoint {self.path} is refused: its index {path.name} names {refusal}, which is not part of an index "
+                f"the checkpoint {self.path} is refused: its index {_INDEX} names {refusal}, which is not part of an index "
                 "of tensors and could run code. Use a checkpoint from a source that you trust."
             ) from refusal
         except Exception as error:  # unpickling and wrong types raise errors of many kinds
             raise CheckpointError(
-                f"the checkpoint {self.path} cannot be read: its index {path.name} is not valid: {error}"
+                f"the checkpoint {self.path} cannot be read: its index {_INDEX} is not valid: {error}"
             ) from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
@@ -83,7 +92,7 @@ class _Held:
 class _Unpickler(pickle.Unpickler):
     """Unpickler that makes plain values and `_Held` objects only."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: Any) -> None:
         super().__init__(file)
         # New ones for each file, since a pickle can set attributes of all objects that it gets.
         self._known: dict[tuple[str, str], Any] = {

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.optim import Optimizer
 
+from pipepart.lightning import remote_shards
 from pipepart.lightning.checkpoint_files import (
     CheckpointError,
     Content,
@@ -41,6 +42,8 @@ from pipepart.lightning.checkpoint_files import (
     write_manifest,
 )
 from pipepart.lightning.optimizers import gather_parts, own_part
+from pipepart.lightning.remote_files import is_remote
+from pipepart.lightning.shard_contents import REST, rest_of, tensors_of
 from pipepart.lightning.shard_index import ShardReader
 from pipepart.runtime import StageRuntime
 
@@ -55,12 +58,13 @@ __all__ = [
     "verify_shards",
 ]
 
-_REST = "rest.pt"
 _VISIBLE = 5.0  # seconds after which all hosts see what one has written to a shared disk
 
 
 def is_sharded(path: Any) -> bool:
-    return Path(path).is_dir() and (Path(path) / _REST).exists()
+    if is_remote(path):
+        return remote_shards.is_sharded(path)
+    return Path(path).is_dir() and (Path(path) / REST).exists()
 
 
 # ---- writing: on every rank
@@ -78,17 +82,12 @@ def save(
     Replica 0 writes; `stages` is the group in which its ranks wait for each other. Each step runs in `together`: if it
     fails on one rank, it fails on all, and the previous checkpoint is untouched.
     """
+    if is_remote(path):
+        remote_shards.save(checkpoint, path, runtime, together, stages)
+        return
     target, groups = Path(path), runtime.groups
     part = target.with_name(f"{target.name}.part")
-    tensors = {f"model.{name}": value for name, value in checkpoint["state_dict"].items()}
-    plain: dict[tuple[int, int, str], Any] = {}
-    for number, state in enumerate(checkpoint.get("optimizer_states", [])):
-        for index, values in state.get("state", {}).items():
-            for key, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"optimizer.{number}.{index}.{key}"] = value.detach()
-                else:
-                    plain[(number, int(index), key)] = value
+    tensors, plain = tensors_of(checkpoint)
     every_plain = gather_parts(plain, runtime)
     first = groups is None or groups.rank == 0
 
@@ -108,12 +107,8 @@ def save(
         if not first:
             return
         _check_files(part)
-        rest = {**checkpoint, "state_dict": {}, "pipepart_plain_state": every_plain}
-        rest["optimizer_states"] = [
-            {**state, "state": {}} if "state" in state else state for state in checkpoint.get("optimizer_states", [])
-        ]
-        with open(part / _REST, "wb") as file:
-            torch.save(rest, file)
+        with open(part / REST, "wb") as file:
+            torch.save(rest_of(checkpoint, every_plain), file)
             file.flush()
             os.fsync(file.fileno())
         write_manifest(part, {file.name: [Content.of(file)] for file in sorted(part.iterdir())})
@@ -185,7 +180,7 @@ def _exchange(one: Path, other: Path) -> bool:
 def bring_back(path: Any) -> None:
     """Rename a checkpoint back that a crash in the middle of a save has left under its temporary name."""
     target = Path(path)
-    if "://" not in str(path) and not target.exists() and is_sharded(_aside(target)):
+    if not is_remote(path) and not target.exists() and is_sharded(_aside(target)):
         os.replace(_aside(target), target)
 
 
@@ -194,6 +189,9 @@ def bring_back(path: Any) -> None:
 
 def verify_shards(path: Any) -> None:
     """Compare a directory with its manifest."""
+    if is_remote(path):
+        remote_shards.verify(path)
+        return
     folder = Path(path)
     try:
         known = known_contents(folder)
@@ -210,10 +208,13 @@ def load_rest(path: Any, weights_only: bool | None) -> dict[str, Any]:
     What it holds is in host memory, whatever device rank 0 had: each owner moves its part to its own device.
     `weights_only`: None or True read plain values only; False also reads objects of other classes, which can run code.
     """
-    checkpoint = load_file(Path(path) / _REST, weights_only, "cpu")
+    if is_remote(path):
+        checkpoint, place = remote_shards.load_rest(path, weights_only)
+    else:
+        checkpoint, place = load_file(Path(path) / REST, weights_only, "cpu"), str(path)
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {_REST} holds a {type(checkpoint).__name__}")
-    checkpoint["pipepart_shards"] = str(path)
+        raise CheckpointError(f"the checkpoint {path} cannot be read: {REST} holds a {type(checkpoint).__name__}")
+    checkpoint["pipepart_shards"] = place
     return checkpoint
 
 

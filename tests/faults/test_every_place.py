@@ -6,8 +6,10 @@ import multiprocessing
 
 import pytest
 
+from tools.bench.faults import thousand
 from tools.bench.faults.job import Fault
 from tools.bench.faults.repeat import once
+from tools.bench.faults.trained_job import Trained
 
 
 @pytest.mark.slow
@@ -27,4 +29,34 @@ def test_all_ranks_end_and_name_the_cause(fault: Fault) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "pipepart"])
     _, problems = once(context, fault, in_time=False)  # how long it takes is for the bench to say
+    assert problems == []
+
+
+def test_the_parts_of_a_thousand_faults_make_up_the_whole() -> None:
+    whole = thousand.cases(1000, seed=3)
+    assert len(whole) == 1000
+    assert whole == thousand.cases(1000, seed=3) != thousand.cases(1000, seed=4)
+    assert sorted(map(str, whole)) == sorted(str(fault) for k in range(7) for fault in whole[k::7])
+    modes = {(fault.how, fault.where, fault.ranks, fault.stages, fault.transport, fault.sharded) for fault in whole}
+    assert len(modes) == (3 * 7 - 1) * 3 * 2 * 2, (
+        "every kind x phase x mode, except a rank that is stopped while it saves"
+    )
+    assert all(fault.rank < fault.ranks for fault in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Trained("save", "kill", 1, 2, "shared_memory", 60.0, 2, sharded=True),
+        Trained("validation", "raise", 3, 4, "group", 60.0, 2),
+        Trained("update", "stop", 1, 2, "group", 20.0, 2),
+    ],
+    ids=lambda fault: f"{fault.how} in {fault.where}",
+)
+def test_a_run_with_checkpoints_ends_and_leaves_the_newest_one(fault: Trained) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "pipepart"])
+    _, problems = thousand.once(context, fault)
     assert problems == []
