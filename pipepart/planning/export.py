@@ -148,7 +148,8 @@ def _check_chain(plan: Plan, target: str) -> None:
         if traffic.skip and traffic.backward_bytes:
             raise PlanError(
                 f"{target} sends to the next part only, but chunk {traffic.source} of the plan sends to chunk "
-                f"{traffic.target}; a model with skips over chunks runs with pipepart only"
+                f"{traffic.target}. Plan with split_at before whole layers if the skip is a residual inside a layer; a model "
+                "with skips over several layers runs with pipepart only"
             )
     if plan.ties and target != "megatron":
         raise PlanError(

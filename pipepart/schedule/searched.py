@@ -106,7 +106,7 @@ def _run(stages: int, microbatches: int, costs: ChunkCosts, policy: _Policy) -> 
         if not kind:
             continue
         k, end = line.done[kind], now + seconds[kind][s]
-        line.first = line.first if line.order else now
+        line.first = line.first if line.order else now + costs.handling_forward[s]
         line.order.append(Action(kind, s, k))
         line.done[kind], line.free = k + 1, end
         line.last = line.last if kind == "W" else kind

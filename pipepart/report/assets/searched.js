@@ -35,7 +35,7 @@
       const kind = line.free > now ? "" : choose(line, now, seconds.W[s], policy);
       if (!kind) continue;
       const k = line.done[kind]++, end = now + seconds[kind][s];
-      if (!line.order.length) line.first = now;
+      if (!line.order.length) line.first = now + costs.handling_forward[s];
       line.order.push({ kind, chunk: s, k });
       line.free = end;
       if (kind !== "W") line.last = kind;
