@@ -16,7 +16,7 @@ from pathlib import Path
 from pipepart.schedule import ChunkCosts, Schedule, make_schedule, simulate
 from pipepart.schedule.searched import search_order
 
-__all__ = ["Row", "bubble_rates", "published", "rows", "span_by_the_paper", "throughputs"]
+__all__ = ["Row", "bubble_rates", "published", "rows", "span_by_the_paper", "spans", "throughputs"]
 
 _EXACT = {"1f1b": "1f1b", "zb_h1": "zb_h1", "zb_h2": "zb_h2"}
 
