@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -39,8 +39,22 @@ _HERE = torch.device("cpu")
 _DTYPES = {"bf16": "bfloat16", "16": "float16", "64": "float64"}
 
 
-def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False, output: Path | None = None) -> int:
-    """Plan a recipe or a `module:callable`; print the plan as a table or as JSON, and write it to `output`."""
+def plan(
+    words: Sequence[str],
+    extra: Path | None = None,
+    as_json: bool = False,
+    output: Path | None = None,
+    target: Literal["megatron", "torchtitan", "torch"] | None = None,
+    snap: bool = False,
+) -> int:
+    """Plan a recipe or a `module:callable`; print the plan and write it to `output`.
+
+    It is printed as a table, as JSON, or in the form of another library (``target``, with notes on standard error).
+    """
+    if as_json and target is not None:
+        raise ConfigError("--json and --export both say how to print the plan; use one of them")
+    if snap and target is None:
+        raise ConfigError("--snap moves cuts for --export; use both, or neither")
     quiet_libraries()
     named, overrides = _divided(words)
     config = checked(compose_config(overrides, "plan", extra))
@@ -52,6 +66,12 @@ def plan(words: Sequence[str], extra: Path | None = None, as_json: bool = False,
         found.save(output)
     if as_json:
         print(found.to_json())
+        return 0
+    if target is not None:
+        exported = found.export(target, snap=snap)
+        print(exported.text)
+        for note in exported.notes:
+            print(f"note: {note}", file=sys.stderr)
         return 0
     title = named or f"recipe {config['name']}"
     print(f"pipepart plan  {title} for {'this machine' if cluster is None else cluster.name}\n\n{found.describe()}")

@@ -154,17 +154,22 @@ def _plan(words: list[str]) -> int:
         "plan",
         "  pipepart plan recipe=gpt strategy.stages=4\n"
         "  pipepart plan recipe=gpt cluster=h100 devices=8 -o plan.json\n"
-        "  pipepart plan my_package.models:make_model cluster=a100_80 devices=4\n\n"
+        "  pipepart plan my_package.models:make_model cluster=a100_80 devices=4\n"
+        "  pipepart plan recipe=gpt cluster=h100 devices=8 --export megatron\n\n"
         "module:callable names a function without arguments that returns (module, example arguments).",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("-o", "--output", type=Path, help="write the plan to this file")
+    parser.add_argument(
+        "--export", choices=("megatron", "torchtitan", "torch"), help="print the plan in the form of another library"
+    )
+    parser.add_argument("--snap", action="store_true", help="with --export: move cuts inside a layer to its border")
     given = parser.parse_intermixed_args(words)
     if given.cfg:
         return _show_config(given, "plan")
     from pipepart.cli.dry_runs import plan
 
-    return plan(given.overrides, given.config_dir, given.json, given.output)
+    return plan(given.overrides, given.config_dir, given.json, given.output, given.export, given.snap)
 
 
 def _verify(words: list[str]) -> int:

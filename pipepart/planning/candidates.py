@@ -202,6 +202,11 @@ def _bubble(choice: ScheduleChoice, p: int, m: int, f: float, i: float, w: float
         "zb_h1": _Bubble(gap * max(f + i - w, 0.0), float(min(m, p))),
         "zb_h2": _Bubble(gap * max(f + i - 2 * w, 0.0), float(min(m, 2 * p - 1))),
         "zb_v": _Bubble(gap * f / 2, float(min(m, p))),
+        "v_half": _Bubble(0.6 * whole, min(float(m), p / 2 + 1.5)),
+        "v_min": _Bubble(2 * whole / 3, min(float(m), p / 3 + 4 / 3)),
+        "dualpipe_v": _Bubble(gap * f / 2, min(float(m), p + 0.5)),
+        "zb_1p": _Bubble(gap * max(f + i - w, 0.0), float(min(m, p))),
+        "zb_2p": _Bubble(gap * f, float(min(m, 2 * p))),
     }
     return kinds.get(
         choice.schedule, kinds["1f1b"]

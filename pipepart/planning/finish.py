@@ -18,6 +18,9 @@ from pipepart.schedule import to_csv
 
 __all__ = ["make_plan", "nothing_fits"]
 
+_NO_PLACE = ("input", "number", "output")
+"""Kinds of ops that belong to no module."""
+
 
 def make_plan(case: Case, split: Split, tried: Sequence[tuple[str, float]] = ()) -> Plan:
     """Make the plan of a split."""
@@ -51,6 +54,7 @@ def make_plan(case: Case, split: Split, tried: Sequence[tuple[str, float]] = ())
         actions=to_csv(schedule) if own else "",
         memory_source=case.request.limit_source(pricing.layout),
         links=pricing.layout.links.named if pricing.layout.links is not None else (),
+        modules=tuple("" if op.replicable or op.kind in _NO_PLACE else op.module for op in pricing.graph.ops),
     )
 
 

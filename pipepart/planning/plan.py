@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from pipepart.errors import PipepartError, PlanError, did_you_mean
 from pipepart.files import parse_json, read_text, write_whole
@@ -16,13 +17,16 @@ from pipepart.planning.chunks import ChunkPlan, StageMemory, Tie, Traffic, simul
 from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Schedule, Timeline, from_csv, make_schedule, simulate
 from pipepart.values import Positive, shortened
 
+if TYPE_CHECKING:
+    from pipepart.planning.export import Exported
+
 __all__ = ["VERSION", "Plan"]
 
 VERSION = 1
 _MOST_FORWARDS = 4_000_000
 """Chunks times micro-batches of a plan in a file: larger schedules would take minutes to simulate."""
 _MOST_RANKS = 1_000_000
-_LATER = frozenset({"memory_source", "links"})
+_LATER = frozenset({"memory_source", "links", "modules"})
 """Fields that the first files of this version lack."""
 
 
@@ -72,6 +76,9 @@ class Plan:
     """Where the memory limit comes from. Empty: not known, or no limit."""
     links: tuple[tuple[str, float, float], ...] = ()
     """The links of the job that were measured before planning: name, bytes per second, seconds. Empty: none were."""
+    modules: tuple[str, ...] = ()
+    """Op -> path of the module whose code calls it, in the order of `ops`; empty for inputs, numbers and ops that every
+    chunk may compute for itself. Empty: not known."""
     version: int = VERSION
 
     @property
@@ -139,7 +146,12 @@ class Plan:
         if self.actions:
             return _first_microbatches(from_csv(self.actions, self.schedule), count)
         return make_schedule(
-            self.schedule, stages=self.stages, microbatches=count, chunks=self.chunks_per_stage, slack=self.slack
+            self.schedule,
+            stages=self.stages,
+            microbatches=count,
+            chunks=self.chunks_per_stage,
+            slack=self.slack,
+            costs=self.costs if SCHEDULES[self.schedule].takes_costs else None,
         )
 
     @cached_property
@@ -152,6 +164,18 @@ class Plan:
         from pipepart.planning.describe import describe
 
         return describe(self)
+
+    def export(
+        self, target: Literal["megatron", "torchtitan", "torch"], *, layers: str | None = None, snap: bool = False
+    ) -> Exported:
+        """Return the plan in the form of Megatron-LM, of torchtitan, or of `torch.distributed.pipelining`.
+
+        ``layers`` is the path of the module list that holds the layers, by default the one with the most members.
+        ``snap=True`` moves cuts inside a layer to its border; without it they are refused.
+        """
+        from pipepart.planning.export import export
+
+        return export(self, target, layers=layers, snap=snap)
 
     # ---- files
 
@@ -206,6 +230,7 @@ def _check(plan: Plan) -> None:
         "chunk_of": (len(plan.chunk_of), len(plan.ops)),
         "chunks": (len(plan.chunks), chunks),
         "recompute": (len(plan.recomputes), chunks),
+        "modules": (len(plan.modules) or len(plan.ops), len(plan.ops)),
         "memory": (len(plan.memory) or stages, stages),
     }
     for name, (found, expected) in lengths.items():

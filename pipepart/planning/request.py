@@ -33,7 +33,9 @@ __all__ = [
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "forward")
 """The schedules that the runtime can execute."""
 
-ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v"]
+ScheduleName = Literal[
+    "auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "zb_1p", "zb_2p"
+]
 """The names of schedules, for type checkers and editors."""
 
 PER_STAGE = (1, 2, 4, 8)

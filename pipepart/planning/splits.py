@@ -19,7 +19,7 @@ from pipepart.planning.memory import FittingRecompute, chunk_peaks
 from pipepart.planning.pricing import Pricing
 from pipepart.planning.problems import free_problem, make_problem, with_memory
 from pipepart.planning.request import PlanRequest, ScheduleChoice, Shape
-from pipepart.schedule import Schedule, make_schedule, step_time
+from pipepart.schedule import SCHEDULES, ChunkCosts, Schedule, make_schedule, step_time
 
 __all__ = ["Case", "Improved", "Mover", "Split"]
 
@@ -95,13 +95,15 @@ class Case:
             self._problems[placement] = make_problem(self.pricing, self.request, self.shape.microbatches, placement)
         return self._problems[placement]
 
-    def make_schedule(self, choice: ScheduleChoice) -> Schedule:
+    def make_schedule(self, choice: ScheduleChoice, costs: ChunkCosts | None = None) -> Schedule:
+        """Return the actions of a choice; ``costs`` are those of the split, for schedules that are searched."""
         return make_schedule(
             choice.schedule,
             stages=self.shape.stages,
             microbatches=self.shape.microbatches,
             chunks=choice.chunks,
             slack=choice.slack,
+            costs=costs,
         )
 
     def judge(self, choice: ScheduleChoice, schedule: Schedule, chunk_of: Ints) -> Split:
@@ -109,6 +111,8 @@ class Case:
         priced = self.pricing.price(chunk_of, schedule.placement)
         if schedule.splits_backward:
             priced = self.pricing.in_two_halves(priced, chunk_of)
+        if choice.schedule in SCHEDULES and SCHEDULES[choice.schedule].takes_costs:
+            schedule = self.make_schedule(choice, priced.costs((False,) * schedule.chunks))
         wish = self.request.recompute
         fit = FittingRecompute((wish is True,) * schedule.chunks, 0.0, 0)
         if self.limited:

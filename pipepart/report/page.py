@@ -23,6 +23,7 @@ SCRIPTS = (
     "schedules.js",
     "simulate.js",
     "greedy.js",
+    "searched.js",
     "timeline.js",
     "dom.js",
     "summary.js",

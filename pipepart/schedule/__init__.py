@@ -5,7 +5,10 @@
     actions        Action, Message, Edges, Schedule: the data
        |
     torch_csv      schedules from and to files
-    generators     make_schedule(): gpipe, 1f1b, interleaved, zb_*, forward by name, or from a file
+    registry       make_schedule(): schedules by name, or from a file
+    generators     gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, forward, by a fixed rule
+    controlled_memory  v_half, v_min, dualpipe_v, likewise
+    searched       zb_1p, zb_2p, by the times of the chunks
        |
     dependencies   ActionGraph: the actions that each action needs
     messages       messages_of(): SEND and RECV of each stage; checks of explicit messages
@@ -24,13 +27,14 @@ The package knows stages, chunks, micro-batches and their times. It must not kno
 
 from __future__ import annotations
 
+from pipepart.schedule import controlled_memory, generators, searched  # noqa: F401 - these register the schedules
 from pipepart.schedule.actions import COMPUTE, Action, Edges, Message, Schedule, looped_placement, v_placement
 from pipepart.schedule.channel_programs import check_channels, receives_due
 from pipepart.schedule.channel_rules import Stuck
 from pipepart.schedule.chunk_costs import ChunkCosts, lower_bound
 from pipepart.schedule.comparison import GANTT_LEGEND, Row, compare, format_table, gantt, picture, table
-from pipepart.schedule.generators import SCHEDULES, ScheduleKind, make_schedule
 from pipepart.schedule.messages import Messages, messages_of
+from pipepart.schedule.registry import SCHEDULES, ScheduleKind, make_schedule
 from pipepart.schedule.simulate import simulate, step_time
 from pipepart.schedule.timeline import Event, Timeline
 from pipepart.schedule.torch_csv import from_csv, read_csv, read_program, to_csv, write_csv, write_program

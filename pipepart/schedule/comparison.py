@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipepart.errors import ScheduleError
 from pipepart.schedule.actions import Schedule
 from pipepart.schedule.chunk_costs import ChunkCosts, lower_bound
-from pipepart.schedule.generators import SCHEDULES, make_schedule
+from pipepart.schedule.registry import SCHEDULES, make_schedule
 from pipepart.schedule.simulate import simulate
 from pipepart.schedule.timeline import Event, Timeline
 from pipepart.schedule.torch_csv import read_csv

@@ -1,4 +1,4 @@
-"""Schedules by name, and their generators: the compute actions of every stage, by a fixed rule.
+"""Generators of schedules: the compute actions of every stage, by a fixed rule.
 
 GPipe, 1F1B and interleaved 1F1B have a full backward ``B``. The zero-bubble schedules split it into ``I`` (input
 gradient, which other stages wait for) and ``W`` (weight gradient), which can run at any later time and fills idle time
@@ -8,107 +8,15 @@ gradient, which other stages wait for) and ``W`` (weight gradient), which can ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from pipepart.errors import ScheduleError, did_you_mean
 from pipepart.schedule.actions import Action, Schedule, looped_placement, v_placement
-from pipepart.schedule.torch_csv import read_csv
+from pipepart.schedule.registry import named, schedule_of
 
-__all__ = ["SCHEDULES", "ScheduleKind", "make_schedule"]
-
-
-@dataclass(frozen=True)
-class ScheduleKind:
-    """A named schedule: its generator and its options."""
-
-    name: str
-    build: Callable[..., Schedule]
-    """Generator; takes stages and micro-batches, chunks per stage if they are free, and slack if it takes slack."""
-    summary: str
-    usual_chunks: int = 1
-    fixed_chunks: int | None = None
-    """The only possible number of chunks per stage; None: any."""
-    takes_slack: bool = False
-    splits_backward: bool = False
+__all__ = ["forward_only", "gpipe", "in_turn", "interleaved", "one_f_one_b", "zb_h1", "zb_h2", "zb_v"]
 
 
-_KINDS: dict[str, ScheduleKind] = {}
-SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(_KINDS)
-"""All schedules with a fixed rule, by name."""
-
-Generator = Callable[..., Schedule]
-
-
-def _named(name: str, summary: str, **options: Any) -> Callable[[Generator], Generator]:
-    """Register a generator in `SCHEDULES`; ``options`` are fields of `ScheduleKind`."""
-
-    def register(build: Generator) -> Generator:
-        _KINDS[name] = ScheduleKind(name, build, summary, **options)
-        return build
-
-    return register
-
-
-def make_schedule(
-    name: str,
-    *,
-    stages: int,
-    microbatches: int,
-    chunks: int | None = None,
-    slack: int = 0,
-    placement: Sequence[int] | None = None,
-) -> Schedule:
-    """The schedule of that name, or the one in a file (a name that ends in ``.csv``).
-
-    ``chunks`` is per stage; the default depends on the schedule. ``placement`` (the stage of each chunk) is for
-    ``forward``, to evaluate over the chunks of a training schedule with any placement.
-    """
-    if name not in SCHEDULES and not name.endswith(".csv"):
-        known = did_you_mean(name, SCHEDULES)
-        raise ScheduleError(f"schedule {name!r} is not known: {known}, or a file that ends in .csv")
-    kind = SCHEDULES.get(name)
-    if kind is not None and chunks is None:
-        chunks = kind.fixed_chunks or kind.usual_chunks
-    numbers = {
-        "stages": stages,
-        "microbatches": microbatches,
-        "chunks": 1 if chunks is None else chunks,
-        "slack": slack,
-    }
-    for what, value in numbers.items():
-        least = 0 if what == "slack" else 1
-        if not isinstance(value, int) or value < least:
-            raise ScheduleError(f"schedule {name!r}: {what} is {value!r}; expected a whole number >= {least}")
-    if slack and (kind is None or not kind.takes_slack):
-        takers = ", ".join(k.name for k in SCHEDULES.values() if k.takes_slack)
-        raise ScheduleError(f"schedule {name!r} takes no slack, got slack={slack}; schedules that do: {takers}")
-    if placement is not None:
-        if name != "forward":
-            raise ScheduleError(f"schedule {name!r} places its chunks itself; only 'forward' takes a placement")
-        if sorted(set(placement)) != list(range(stages)):
-            raise ScheduleError(f"placement {tuple(placement)}: expected every stage 0..{stages - 1} to hold a chunk")
-    if kind is None:
-        return read_csv(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    if kind.fixed_chunks is not None and chunks != kind.fixed_chunks:
-        other = "'interleaved' takes any number" if kind.fixed_chunks == 1 else "leave chunks out"
-        raise ScheduleError(f"schedule {name!r} takes chunks={kind.fixed_chunks} per stage, got {chunks}; {other}")
-    options: dict[str, object] = {"chunks": chunks} if kind.fixed_chunks is None else {}
-    options |= {"slack": slack} if kind.takes_slack else {}
-    options |= {"placement": placement} if placement is not None else {}
-    return kind.build(stages, microbatches, **options)
-
-
-def _schedule(
-    name: str, stages: int, microbatches: int, placement: Sequence[int], actions: Callable[[int], Iterable[Action]]
-) -> Schedule:
-    """The schedule with these actions of each stage."""
-    return Schedule(name, stages, microbatches, tuple(placement), tuple(tuple(actions(s)) for s in range(stages)))
-
-
-@_named("gpipe", "all forwards, then all backwards")
+@named("gpipe", "all forwards, then all backwards")
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019). Bubble ``(p-1)(F+B)``, m activations per stage.
 
@@ -129,10 +37,10 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
         for chunk in reversed(held):
             yield from (Action("B", chunk, k) for k in range(microbatches))
 
-    return _schedule("gpipe", stages, microbatches, looped_placement(stages, chunks), actions)
+    return schedule_of("gpipe", stages, microbatches, looped_placement(stages, chunks), actions)
 
 
-@_named("1f1b", "one forward, one backward in turn: p - i activations at stage i", fixed_chunks=1, takes_slack=True)
+@named("1f1b", "one forward, one backward in turn: p - i activations at stage i", fixed_chunks=1, takes_slack=True)
 def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
     """One forward, one backward in turn (Narayanan et al. 2019): GPipe's bubble with ``p - i`` activations at stage i.
 
@@ -159,7 +67,7 @@ def one_f_one_b(stages: int, microbatches: int, slack: int = 0) -> Schedule:
             if k + ahead < microbatches:
                 yield Action("F", stage, k + ahead)
 
-    return _schedule("1f1b", stages, microbatches, range(stages), actions)
+    return schedule_of("1f1b", stages, microbatches, range(stages), actions)
 
 
 def _group_sizes(stages: int, microbatches: int) -> tuple[int, ...]:
@@ -178,7 +86,7 @@ def _looped_order(held: Sequence[int], groups: Sequence[int]) -> list[tuple[int,
     return order
 
 
-@_named("interleaved", "1f1b over several chunks per stage: the bubble divided by their number", usual_chunks=2)
+@named("interleaved", "1f1b over several chunks per stage: the bubble divided by their number", usual_chunks=2)
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over v chunks per stage (Narayanan et al. 2021): bubble ``(p-1)(F+B)/v``, ``p + (p-1)/v`` activations.
 
@@ -207,7 +115,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
             if n + ahead < total:
                 yield Action("F", *forwards[n + ahead])
 
-    return _schedule("interleaved", stages, microbatches, looped_placement(stages, chunks), actions)
+    return schedule_of("interleaved", stages, microbatches, looped_placement(stages, chunks), actions)
 
 
 def _delayed_weights(name: str, stages: int, microbatches: int, depth: int) -> Schedule:
@@ -229,12 +137,10 @@ def _delayed_weights(name: str, stages: int, microbatches: int, depth: int) -> S
                 yield Action("F", stage, k + ahead)
         yield from (Action("W", stage, k) for k in range(max(0, microbatches - lag), microbatches))
 
-    return _schedule(name, stages, microbatches, range(stages), actions)
+    return schedule_of(name, stages, microbatches, range(stages), actions)
 
 
-@_named(
-    "zb_h1", "backward split, weights held back: p activations on every stage", fixed_chunks=1, splits_backward=True
-)
+@named("zb_h1", "backward split, weights held back: p activations on every stage", fixed_chunks=1, splits_backward=True)
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """Zero bubble with the memory of 1F1B's first stage: bubble ``(p-1)(F+I-W)``, p activations on every stage.
 
@@ -248,7 +154,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     return _delayed_weights("zb_h1", stages, microbatches, 1)
 
 
-@_named(
+@named(
     "zb_h2",
     "backward split, more micro-batches in flight: 2p - 1 activations on every stage",
     fixed_chunks=1,
@@ -269,7 +175,7 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
     return _delayed_weights("zb_h2", stages, microbatches, 2)
 
 
-@_named(
+@named(
     "zb_v",
     "backward split, two chunks per stage placed in a V: p activations on every stage",
     fixed_chunks=2,
@@ -293,8 +199,8 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     """
     if microbatches > stages:
         return _zb_v_pattern(stages, microbatches)
-    _, orders = _in_turn(stages, microbatches, v_placement(stages))
-    return _schedule("zb_v", stages, microbatches, v_placement(stages), orders.__getitem__)
+    _, orders = in_turn(stages, microbatches, v_placement(stages))
+    return schedule_of("zb_v", stages, microbatches, v_placement(stages), orders.__getitem__)
 
 
 def _zb_v_pattern(stages: int, microbatches: int) -> Schedule:
@@ -329,10 +235,10 @@ def _zb_v_pattern(stages: int, microbatches: int) -> Schedule:
             while count[name] < full:
                 yield from take(name)
 
-    return _schedule("zb_v", stages, microbatches, v_placement(stages), actions)
+    return schedule_of("zb_v", stages, microbatches, v_placement(stages), actions)
 
 
-@_named("forward", "forwards alone, for evaluation")
+@named("forward", "forwards alone, for evaluation")
 def forward_only(stages: int, microbatches: int, chunks: int = 1, placement: Sequence[int] | None = None) -> Schedule:
     """Forwards alone, for evaluation and prediction, over any placement of chunks.
 
@@ -353,12 +259,12 @@ def forward_only(stages: int, microbatches: int, chunks: int = 1, placement: Seq
         held = [range(stage, len(placement), stages) for stage in range(stages)]
         orders = [[Action("F", *pair) for pair in _looped_order(mine, groups)] for mine in held]
     else:
-        both = (_in_turn(stages, microbatches, placement, backward=False, deep_first=deep) for deep in (True, False))
+        both = (in_turn(stages, microbatches, placement, backward=False, deep_first=deep) for deep in (True, False))
         _, orders = min(both, key=lambda found: found[0])
-    return _schedule("forward", stages, microbatches, placement, orders.__getitem__)
+    return schedule_of("forward", stages, microbatches, placement, orders.__getitem__)
 
 
-def _in_turn(
+def in_turn(
     stages: int, microbatches: int, placement: Sequence[int], *, backward: bool = True, deep_first: bool = True
 ) -> tuple[int, list[list[Action]]]:
     """Units of time, and the actions of every stage, if each takes one ready action in each unit of time.

@@ -7,8 +7,9 @@ for (const name of names) vm.runInThisContext(fs.readFileSync(`${folder}/${name}
 const pp = globalThis.pipepart;
 const cases = JSON.parse(fs.readFileSync(0, "utf8"));
 const answers = cases.map(({ schedule, options, costs, edges }) => {
-  const made = pp.makeSchedule(schedule, options);
-  const timeline = pp.simulate(made, pp.fillCosts(costs), edges);
+  const filled = pp.fillCosts(costs);
+  const made = pp.makeSchedule(schedule, { ...options, costs: filled });
+  const timeline = pp.simulate(made, filled, edges);
   return {
     placement: made.placement,
     actions: made.actions.map((list) => list.map((a) => `${a.kind}${a.chunk}.${a.k}`)),

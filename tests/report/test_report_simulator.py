@@ -15,7 +15,7 @@ from pipepart.report.timelines import flows, implied_receives
 from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Timeline, make_schedule, simulate
 
 ASSETS = Path(__file__).parents[2] / "pipepart" / "report" / "assets"
-PURE = [name for name in SCRIPTS if name in ("schedules.js", "simulate.js", "greedy.js", "timeline.js")]
+PURE = [name for name in SCRIPTS if name in ("schedules.js", "simulate.js", "greedy.js", "searched.js", "timeline.js")]
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 
@@ -36,8 +36,7 @@ def random_case(number: int) -> tuple[dict, Timeline, list[list[str]]]:
     stages, microbatches = draw.randint(1, 6), draw.randint(1, 13)
     chunks = kind.fixed_chunks or draw.randint(1, 3)
     slack = draw.randint(0, 3) if kind.takes_slack else 0
-    schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, slack=slack)
-    total = schedule.chunks
+    total = stages * chunks
     pairs = {(c, c + 1) for c in range(total - 1)}
     pairs |= {(a, b) for a in range(total) for b in range(a + 2, total) if draw.random() < 0.15}
     back = {(a, b) for a, b in pairs if b == a + 1 or draw.random() < 0.6} if name != "forward" else set()
@@ -60,6 +59,7 @@ def random_case(number: int) -> tuple[dict, Timeline, list[list[str]]]:
         reduce=times() if draw.random() < 0.4 else (),
         reduce_tied=(draw.uniform(0, 2),) if draw.random() < 0.4 else (),
     )
+    schedule = make_schedule(name, stages=stages, microbatches=microbatches, chunks=chunks, slack=slack, costs=costs)
     edges = Edges.of(total, pairs, back, [several] if len(several) > 1 else [])
     case = {
         "schedule": name,

@@ -224,8 +224,8 @@ def naive_times(schedule, costs):
                     needs = [("I", c, k, 0.0)]
                 else:
                     needs = [("F", c, k, 0.0)]
-                    needs += [
-                        (action.kind, b, k, link(costs.send_backward, b, c, (c, b)))
+                    needs += [  # the chunk that sends the gradient may do a B where this one does an I
+                        ("I" if ("I", b, k) in end else "B", b, k, link(costs.send_backward, b, c, (c, b)))
                         for a, b in edges.backward
                         if a == c
                     ]

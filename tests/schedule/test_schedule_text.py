@@ -6,7 +6,9 @@ import pytest
 
 from pipepart.errors import ScheduleError
 from pipepart.schedule import ChunkCosts, Edges, compare, format_table, gantt, make_schedule, picture, simulate, table
+from pipepart.schedule.controlled_memory import dualpipe_v, v_half, v_min
 from pipepart.schedule.generators import forward_only, gpipe, interleaved, one_f_one_b, zb_h1, zb_h2, zb_v
+from pipepart.schedule.searched import zb_1p, zb_2p
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,11 @@ from pipepart.schedule.generators import forward_only, gpipe, interleaved, one_f
         (zb_h1, "zb_h1", 4, 6, 1),
         (zb_h2, "zb_h2", 3, 6, 1),
         (zb_v, "zb_v", 3, 5, 2),
+        (v_half, "v_half", 3, 5, 2),
+        (v_min, "v_min", 3, 5, 2),
+        (dualpipe_v, "dualpipe_v", 3, 7, 2),
+        (zb_1p, "zb_1p", 3, 6, 1),
+        (zb_2p, "zb_2p", 3, 6, 1),
     ],
 )
 def test_the_picture_in_the_docstring_is_what_happens(generator, name, p, m, v):
@@ -39,8 +46,8 @@ def test_gantt_shows_uneven_times_reductions_and_colors():
 def test_the_table_compares_all_schedules_with_the_bound():
     rows = compare(4, 8)
     assert [(row.schedule, row.chunks) for row in rows] == [
-        ("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_h2", 1),
-        ("gpipe", 2), ("interleaved", 2), ("zb_v", 2),
+        ("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_h2", 1), ("zb_1p", 1), ("zb_2p", 1),
+        ("gpipe", 2), ("interleaved", 2), ("zb_v", 2), ("v_half", 2), ("v_min", 2), ("dualpipe_v", 2),
         ("gpipe", 4), ("interleaved", 4),
     ]  # fmt: skip
     by_name = {(row.schedule, row.chunks): row for row in rows}
@@ -49,7 +56,7 @@ def test_the_table_compares_all_schedules_with_the_bound():
     assert by_name["interleaved", 2].peak == 5.5
     assert all(row.step_time >= row.bound * (1 - 1e-9) for row in rows)
     lines = format_table(rows).splitlines()
-    assert len(lines) == 10
+    assert len(lines) == 15
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split() == ["1f1b", "4", "8", "1", "1:1:1", "33", "0.2727", "0.2727", "4", "33", "0.0%"]
 

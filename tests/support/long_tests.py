@@ -61,6 +61,20 @@ LONG = {
         for stages in (5, 6, 7, 9, 10, 11, 12, 13, 14, 15)
     ),
     *(
+        f"tests/schedule/test_schedule_published.py::{test}[{model} m={count}]"
+        for test in ("test_bubble_rates_are_those_of_the_paper", "test_throughput_between_schedules_is_as_measured")
+        for model, counts in {
+            "1.5B": (64,),
+            "6.2B": (64,),
+            "14.6B": (48, 64, 128),
+            "28.3B": (96, 128, 256),
+        }.items()
+        for count in counts
+    ),
+    "tests/planning/test_export.py::test_torch_runs_it[interleaved]",
+    "tests/planning/test_large_clusters.py::test_everything_auto[Llama 3.1 405B]",
+    "tests/transparency/test_activation_memory.py::test_peaks_are_those_that_were_planned",
+    *(
         f"tests/transparency/test_shapes.py::test_every_schedule_on_every_shape[{shape}-{model}]"
         for shape, models in {
             "3-1": ("unet", "resnet", "mixed", "frozen"),

@@ -58,6 +58,7 @@ def grid(stages: Sequence[int] = (2, 3, 4, 8)) -> Iterator[Case]:
         kinds: list[tuple[str, dict[str, int]]] = [(name, {}) for name in ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v")]
         kinds += [("gpipe", {"chunks": 2}), ("interleaved", {"chunks": 2}), ("interleaved", {"chunks": 3})]
         kinds += [("1f1b", {"slack": count - 1}), ("1f1b", {"slack": 2 * count})]
+        kinds += [(name, {}) for name in ("v_half", "v_min", "dualpipe_v", "zb_1p", "zb_2p")]
         for name, options in kinds:
             for number in range(8):
                 skips, uneven, evaluation = bool(number & 1), bool(number & 2), bool(number & 4)

@@ -15,7 +15,9 @@ from support.ranks import run_ranks
 from support.reference import assert_close, reference_step
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v")
-ONE_CHUNK = ("gpipe", "1f1b", "zb_h1", "zb_h2")
+RARER = ("v_half", "v_min", "dualpipe_v", "zb_1p", "zb_2p")
+ONE_CHUNK = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zb_1p", "zb_2p")
+V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v")
 MODELS = ("gpt", "unet", "resnet", "mixed", "frozen")
 CASES = [
     *((1, replicas, "gpt") for replicas in (1, 2)),
@@ -28,12 +30,16 @@ MICROBATCHES = 4
 def _ways(name: str, stages: int) -> list[tuple[str, bool]]:
     """Schedules with and without recomputation; with several stages each model takes every schedule in one of the two.
 
-    Of the five models, at least two take each schedule with recomputation, and at least two without.
+    Of the five models, at least two take each schedule with recomputation, and at least two without. Each model takes
+    one of the rarer schedules, another one at each number of stages.
     """
-    both = [(schedule, recompute) for schedule in SCHEDULES for recompute in (False, True)]
     if stages == 1:
-        return both
-    return [way for way in both if (SCHEDULES.index(way[0]) + MODELS.index(name) + way[1]) % 2]
+        return [(schedule, recompute) for schedule in (*SCHEDULES, *RARER) for recompute in (False, True)]
+    both = [(schedule, recompute) for schedule in SCHEDULES for recompute in (False, True)]
+    rarer = RARER[(MODELS.index(name) + stages) % len(RARER)]
+    return [way for way in both if (SCHEDULES.index(way[0]) + MODELS.index(name) + way[1]) % 2] + [
+        (rarer, (MODELS.index(name) + stages // 2) % 2 == 0)
+    ]
 
 
 def _compare(name: str, stages: int, replicas: int, ways: list[tuple[str, bool]]) -> int:
@@ -52,7 +58,7 @@ def _compare(name: str, stages: int, replicas: int, ways: list[tuple[str, bool]]
     for schedule, recompute in ways:
         model = build(name)
         example = model.batch(8)
-        kind = "one chunk" if schedule in ONE_CHUNK else schedule
+        kind = "one chunk" if schedule in ONE_CHUNK else "V" if schedule in V_SHAPED else schedule
         if kind in plans:
             again = (recompute,) * len(plans[kind].placement)
             plan = dataclasses.replace(plans[kind], schedule=schedule, slack=0, recompute=again)
@@ -84,7 +90,8 @@ def _compare(name: str, stages: int, replicas: int, ways: list[tuple[str, bool]]
 @pytest.mark.parametrize(("stages", "replicas", "name"), CASES)
 def test_every_schedule_on_every_shape(stages: int, replicas: int, name: str) -> None:
     ways = _ways(name, stages)
-    assert {schedule for schedule, _ in ways} == set(SCHEDULES)
+    assert {schedule for schedule, _ in ways} >= set(SCHEDULES)
+    assert {way for model in MODELS for way, _ in _ways(model, stages)} == {*SCHEDULES, *RARER}
     answers = run_ranks(stages * replicas, _compare, name, stages, replicas, ways)
     trainable = sum(p.requires_grad for p in build(name).parameters())
     assert sum(answers) >= trainable * len(ways) * replicas

@@ -1,4 +1,4 @@
-// List scheduling, as pipepart.schedule uses it for zb_v: at each moment every free stage takes the best ready action.
+// List scheduling, as pipepart.schedule uses it for zb_v and dualpipe_v with few micro-batches: at each moment every free stage takes the best ready action.
 (function (pp) {
   "use strict";
   const NEVER = Infinity;

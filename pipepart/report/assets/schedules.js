@@ -10,6 +10,11 @@
     zb_h1: { summary: "split backward, memory of 1F1B", fixedChunks: 1, splits: true },
     zb_h2: { summary: "split backward, twice the memory", fixedChunks: 1, splits: true },
     zb_v: { summary: "split backward, two chunks per stage in a V", fixedChunks: 2, splits: true },
+    v_half: { summary: "split backward, half the memory of 1F1B", fixedChunks: 2, splits: true },
+    v_min: { summary: "split backward, a third of the memory of 1F1B", fixedChunks: 2, splits: true },
+    dualpipe_v: { summary: "two chunks per stage in a V, backward split where stages would wait", fixedChunks: 2, splits: true },
+    zb_1p: { summary: "split backward, searched, memory of 1F1B", fixedChunks: 1, splits: true, costs: true },
+    zb_2p: { summary: "split backward, searched, twice the memory", fixedChunks: 1, splits: true, costs: true },
     forward: { summary: "forwards alone, for evaluation" },
   };
 
@@ -161,14 +166,86 @@
     });
   }
 
-  function zbV(stages, microbatches) {
-    if (microbatches > stages) return zbVPattern(stages, microbatches);
+  function inTurn(name, stages, microbatches) {
     const limits = Array(stages).fill(Infinity);
-    return pp.listSchedule("zb_v", vPlacement(stages), microbatches, pp.evenCosts(stages, 2), limits, { patience: 0 });
+    return pp.listSchedule(name, vPlacement(stages), microbatches, pp.evenCosts(stages, 2), limits, { patience: 0 });
   }
 
-  /** The schedule of that name; chunks is per stage. Throws an error with a sentence for the user if it is impossible. */
-  pp.makeSchedule = function (name, { stages, microbatches, chunks = 1, slack = 0, placement = null }) {
+  function zbV(stages, microbatches) {
+    return microbatches > stages ? zbVPattern(stages, microbatches) : inTurn("zb_v", stages, microbatches);
+  }
+
+  const PERIOD = 6;
+
+  function offsets(stages, [out, home]) {
+    for (let n = 0; n < PERIOD ** 3; n++) {
+      const late = [Math.floor(n / 36), Math.floor(n / 6) % 6, n % 6], far = stages - 1;
+      const second = out * far + 1 + late[0], firstBack = second + home * far + 1 + late[1];
+      const secondBack = firstBack + out * far + 1 + late[2];
+      const apart = (s) => new Set([out * s, second + home * (far - s), firstBack + out * s, secondBack + home * (far - s)]
+        .map((start) => start % PERIOD)).size === 4;
+      if (Array.from({ length: stages }, (_, s) => s).every(apart)) return { second, firstBack, secondBack };
+    }
+    throw new Error("there are offsets for every pace in use");
+  }
+
+  function repeated(name, stages, microbatches, [out, home]) {
+    const { second, firstBack, secondBack } = offsets(stages, [out, home]);
+    return schedule(name, stages, microbatches, vPlacement(stages), (stage) => {
+      const early = stage, late = 2 * stages - 1 - stage, after = stages - 1 - stage;
+      const starts = [
+        ["F", early, out * stage], ["F", late, second + home * after],
+        ["I", late, firstBack + out * stage], ["I", early, secondBack + home * after],
+      ];
+      const taken = new Set(starts.map(([, , start]) => start % PERIOD));
+      for (const [, chunk, start] of starts.slice(2)) {
+        let at = start + 1;
+        while (taken.has(at % PERIOD)) at++;
+        starts.push(["W", chunk, at]);
+        taken.add(at % PERIOD);
+      }
+      const list = [];
+      for (const [kind, chunk, start] of starts)
+        for (let k = 0; k < microbatches; k++) list.push([start + PERIOD * k, act(kind, chunk, k)]);
+      return list.sort((a, b) => a[0] - b[0]).map(([, action]) => action);
+    });
+  }
+
+  function dualpipeV(stages, microbatches) {
+    if (microbatches < 2 * stages) return inTurn("dualpipe_v", stages, microbatches);
+    return schedule("dualpipe_v", stages, microbatches, vPlacement(stages), (stage) => {
+      const after = stages - 1 - stage, chunks = [stage, 2 * stages - 1 - stage];
+      const count = { F0: 0, F1: 0, B0: 0, B1: 0, W0: 0, W1: 0 }, list = [], late = [];
+      const take = (...names) => {
+        for (const name of names) {
+          if (name[0] === "B") count[`W${name[1]}`]++;
+          list.push(act(name[0], chunks[name[1]], count[(name[0] === "I" ? "B" : name[0]) + name[1]]++));
+        }
+      };
+      for (let n = 0; n < 2 * after; n++) take("F0");
+      for (let n = 0; n < stage + 1; n++) take("F0", "F1");
+      for (let n = 0; n < after; n++) take("I1", "W1", "F1");
+      for (let n = 0; n < microbatches - 2 * stages + stage + 1; n++) take("F0", "B1", "F1", "B0");
+      for (let n = 0; n < after; n++) take("B1", "F1", "B0");
+      const half = Math.floor((stage + 1) / 2);
+      for (let n = 0; n < stage + 1; n++)
+        for (const chunk of "10") {
+          const split = n > half || (n === half && (stage % 2 === 1 || chunk === "0"));
+          take((split ? "I" : "B") + chunk);
+          if (split) late.push(`W${chunk}`);
+        }
+      for (let n = 0; n < after; n++) {
+        if (late.length) take(late.shift());
+        take("I0");
+        late.push("W0");
+      }
+      take(...late);
+      return list;
+    });
+  }
+
+  /** The schedule of that name; chunks is per stage, costs are for schedules that are searched. Throws an error with a sentence for the user if it is impossible. */
+  pp.makeSchedule = function (name, { stages, microbatches, chunks = 1, slack = 0, placement = null, costs = null }) {
     const kind = KINDS[name];
     if (!kind) throw new Error(`schedule ${name} is not known`);
     if (kind.fixedChunks && kind.fixedChunks !== chunks)
@@ -181,6 +258,11 @@
       case "zb_h1": return delayedWeights("zb_h1", stages, microbatches, 1);
       case "zb_h2": return delayedWeights("zb_h2", stages, microbatches, 2);
       case "zb_v": return zbV(stages, microbatches);
+      case "v_half": return repeated("v_half", stages, microbatches, [2, 1]);
+      case "v_min": return repeated("v_min", stages, microbatches, [1, 1]);
+      case "dualpipe_v": return dualpipeV(stages, microbatches);
+      case "zb_1p": return pp.searchedSchedule("zb_1p", stages, microbatches, costs || pp.evenCosts(stages, 1), 1);
+      case "zb_2p": return pp.searchedSchedule("zb_2p", stages, microbatches, costs || pp.evenCosts(stages, 1), 2);
       case "forward": return forwardOnly(stages, microbatches, placement || loopedPlacement(stages, chunks));
       default: throw new Error(`schedule ${name} is not known`);
     }

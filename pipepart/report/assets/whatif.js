@@ -30,10 +30,11 @@
   pp.whatIf = function (plan, choice) {
     const chunks = plan.placement.length;
     if (chunks % choice.stages) throw new Error(`${chunks} chunks cannot be shared equally by ${choice.stages} stages`);
+    const costs = pp.scaledCosts(plan, choice);
     const schedule = choice.schedule === "as planned" ? pp.ownSchedule(plan, choice) : pp.makeSchedule(choice.schedule, {
-      stages: choice.stages, microbatches: choice.microbatches, chunks: chunks / choice.stages, slack: choice.slack,
+      stages: choice.stages, microbatches: choice.microbatches, chunks: chunks / choice.stages, slack: choice.slack, costs,
     });
-    const timeline = pp.simulate(schedule, pp.scaledCosts(plan, choice), plan.edges);
+    const timeline = pp.simulate(schedule, costs, plan.edges);
     const size = choice.keepBatch ? (plan.microbatch_size * plan.microbatches) / choice.microbatches : plan.microbatch_size;
     timeline.throughput = (size * choice.microbatches * plan.replicas) / timeline.stepTime;
     return timeline;

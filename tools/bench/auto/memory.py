@@ -14,18 +14,20 @@ from torch.profiler import ProfilerActivity, profile
 from tools.bench.auto.models import build
 from tools.bench.runtime.processes import on_ranks
 
-__all__ = ["memory"]
+__all__ = ["memory", "peak_of"]
 
 _SHAPES: tuple[dict[str, Any], ...] = (
     {"schedule": "gpipe"},
     {"schedule": "1f1b"},
     {"schedule": "interleaved"},
     {"schedule": "zb_v"},
+    {"schedule": "v_half"},
+    {"schedule": "v_min"},
     {"schedule": "1f1b", "recompute": True},
 )
 
 
-def _peak_of(step: Any) -> int:
+def peak_of(step: Any) -> int:
     """The most bytes that are allocated at once while it runs, on top of what there is before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         step()
@@ -59,7 +61,7 @@ def _measure(
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     batch_here = example if pipe.stage == 0 else ()
     stays = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *states, *batch_here))
-    peak = max(_peak_of(step) for _ in range(2))
+    peak = max(peak_of(step) for _ in range(2))
     told = pipe.plan.memory[pipe.stage]
     return (
         pipe.plan.schedule,

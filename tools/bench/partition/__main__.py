@@ -1,7 +1,7 @@
 """All published graphs and some large ones: our bottleneck, the reference, the time, the gap, the simpler splits.
 
     python -m tools.bench.partition [--data FOLDER] [--large 10000] [--json FILE]
-    python -m tools.bench.partition --thousand     # a 96-layer GPT on 1,024 devices, everything auto
+    python -m tools.bench.partition --thousand     # GPT-3 175B on 1,024 and Llama 405B on 512 devices, everything auto
 
 Ends with an error if a known optimum is not met.
 """
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--large", type=int, default=10_000, help="ops of the made-up graphs; 0 leaves them out")
     parser.add_argument("--stages", type=int, nargs="+", default=[8, 64], help="chunks for the made-up graphs")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--thousand", action="store_true", help="a 96-layer GPT on 1,024 devices, everything auto")
+    parser.add_argument("--thousand", action="store_true", help="GPT-3 175B on 1,024 and Llama 405B on 512 devices")
     options = parser.parse_args(arguments)
     if options.thousand:
         from tools.bench.partition.thousand import thousand

@@ -6,6 +6,7 @@ python -m tools.bench.schedules --gantt zb_v --stages 4 --microbatches 8
 python -m tools.bench.schedules --gantt my_schedule.csv
 python -m tools.bench.schedules --speed                           # 64 stages x 512 micro-batches
 python -m tools.bench.schedules --peers                           # against torch.distributed.pipelining
+python -m tools.bench.schedules --published                       # against the results of a paper
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gantt", metavar="NAME", help="draw this schedule (or .csv file) instead of the table")
     parser.add_argument("--speed", action="store_true", help="time the tools themselves")
     parser.add_argument("--peers", action="store_true", help="compare with the lists of torch.distributed.pipelining")
+    parser.add_argument("--published", action="store_true", help="compare with the published results of a paper")
     options = parser.parse_args(argv)
     try:
         if options.gantt:
@@ -78,6 +80,10 @@ def main(argv: list[str] | None = None) -> int:
             print(text)
         elif options.speed:
             print(speed((options.stages or [64])[0], (options.microbatches or [512])[0]))
+        elif options.published:
+            from tools.bench.schedules.published import published
+
+            print(published())
         elif options.peers:
             from tools.bench.schedules.peers import peers
 
