@@ -69,7 +69,7 @@ test-fast: $(STAMP) ## run only the quick tests
 	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not long" $(ARGS)
 
 docs: $(STAMP) ## build the documentation site into build/site; every warning is an error
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@$(BIN)/python -m tools.docs.links build/site
 	@echo build/site/index.html
 
