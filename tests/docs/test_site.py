@@ -38,7 +38,9 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     listed = [name for section in settings["nav"] for names in section.values() for name in names]
     assert len(listed) == len(set(listed))
     outside = {"recipes.md", "changelog.md", "contributing.md", "reporting.md"}
-    assert set(listed) == outside | {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert set(listed) == outside | {
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    }
 
 
 def test_every_example_of_the_gallery_is_on_its_page() -> None:

@@ -14,7 +14,14 @@ LONG = {
     *(
         f"tests/docs/test_pages.py::test_the_programs_of_a_page[{name}.md]"
         for name in (
-            *("start", "moving/ddp", "moving/deepspeed", "moving/fsdp", "moving/torch_pipelining", "tutorials/failures"),
+            *(
+                "start",
+                "moving/ddp",
+                "moving/deepspeed",
+                "moving/fsdp",
+                "moving/torch_pipelining",
+                "tutorials/failures",
+            ),
             *("tutorials/large_model", "tutorials/machines", "tutorials/plans", "tutorials/pytorch"),
         )
     ),

@@ -89,7 +89,9 @@ def _rewritten(text: str, source: str, page: str, known: set[str]) -> str:
 def _on_site(path: str, known: set[str]) -> str | None:
     """The place on the site of a file of the repository; None if the site does not have it."""
     inside = path.removeprefix("docs/") if path.startswith("docs/") else None
-    pictures = path.replace("recipes/pictures/", "pictures/recipes/", 1) if path.startswith("recipes/pictures/") else None
+    pictures = (
+        path.replace("recipes/pictures/", "pictures/recipes/", 1) if path.startswith("recipes/pictures/") else None
+    )
     for place in (OUTSIDE.get(path), HOME.get(path), inside, pictures):
         if place is not None and place in known:
             return place

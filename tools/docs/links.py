@@ -40,7 +40,9 @@ def faults(site: Path) -> list[str]:
     """Links to pages and anchors that do not exist, and files that are loaded from elsewhere."""
     site = site.resolve()
     pages = {path: _Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
-    pages = {path: page for path, page in pages.items() if path.name != "404.html"}  # for servers, with links of its own
+    pages = {
+        path: page for path, page in pages.items() if path.name != "404.html"
+    }  # for servers, with links of its own
     found = []
     for path, page in pages.items():
         name = path.relative_to(site)

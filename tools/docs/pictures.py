@@ -86,11 +86,11 @@ class _Plot:
         for value in up:
             d = f"M{self.x(self.across[0]):.1f} {self.y(value):.1f}H{self.x(self.across[1]):.1f}"
             self.drawing.path(d, self.drawing.faint)
-            self.drawing.text(self.left - 8, self.y(value) + 4, format(value, form), anchor="end", fill=self.drawing.soft)
-        for value in across:
             self.drawing.text(
-                self.x(value), self.y(0) + 16, f"{value:g}", anchor="middle", fill=self.drawing.soft
+                self.left - 8, self.y(value) + 4, format(value, form), anchor="end", fill=self.drawing.soft
             )
+        for value in across:
+            self.drawing.text(self.x(value), self.y(0) + 16, f"{value:g}", anchor="middle", fill=self.drawing.soft)
         self.drawing.text(self.x(sum(self.across) / 2), self.y(0) + 34, words, anchor="middle", fill=self.drawing.soft)
 
     def line(self, points: Sequence[tuple[float, float]], colour: str, name: str, shift: float = 0.0) -> None:

@@ -1,10 +1,13 @@
 """The plans of the gallery: recipes on clusters that need not exist, so that their figures do not depend on this machine.
 
 python -m tools.docs.plans               # writes plan.json and graph.json of each into docs/gallery
+python -m tools.docs.plans unet          # of one
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +40,10 @@ EXAMPLES = {
         "GPT on four L4, zb_v", "gpt", "l4", {"devices": 4, "stages": 4, "microbatches": 8, "schedule": "zb_v"}, "gpt"
     ),
     "unet": Example(
-        "U-Net on two V100, with skips", "unet", "v100", {"devices": 2, "stages": 2, "microbatches": 8, "schedule": "1f1b"}
+        "U-Net on two V100, with skips",
+        "unet",
+        "v100",
+        {"devices": 2, "stages": 2, "microbatches": 8, "schedule": "1f1b"},
     ),
 }
 
@@ -51,14 +57,14 @@ def _module(recipe: str) -> tuple[LightningModule, Any]:
     if recipe == "gpt":
         tokens = torch.zeros(32, 128, dtype=torch.long)
         return GPTModule(torch.optim.AdamW, None, 256, 128, width=256, depth=8, heads=8), (tokens, tokens)
-    return UNetModule(torch.optim.AdamW, None, width=16), (torch.zeros(16, 3, 64, 64), torch.zeros(16, 1, 64, 64))
+    return UNetModule(torch.optim.AdamW, None, width=16), (torch.zeros(16, 3, 64, 64), torch.zeros(16, 64, 64))
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
     from pipepart import capture, plan
     from pipepart.report import save_graph
 
-    for name, example in EXAMPLES.items():
+    for name, example in ((name, EXAMPLES[name]) for name in names or EXAMPLES):
         module, batch = _module(example.recipe)
         captured = capture(module.training_step, (batch, 0))
         found = plan(captured, cluster=example.cluster, cost="analytic", **example.options)
@@ -69,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
