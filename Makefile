@@ -88,4 +88,4 @@ bench: $(STAMP) ## run the benchmarks
 	@$(BIN)/python -m tools.bench $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(ZOO) $(LIGHTNING) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(LIGHTNING) build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ import tokenize
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -194,17 +195,20 @@ def _guide(path: str, folder: str) -> list[tuple[int, str]]:
         printed.append((sys._getframe(1).f_lineno, " ".join(map(str, values))))
         builtins.print(*values, **options)
 
-    before = os.getcwd(), list(sys.path)
+    before, module = (os.getcwd(), list(sys.path)), ModuleType("guide")
+    sys.modules["guide"] = module
     os.chdir(folder)
     sys.path.insert(0, folder)
     sys.modules.pop("example", None)
     try:
         linecache.cache[shown.name] = (0, None, shown.program.splitlines(keepends=True), shown.name)
-        exec(compile(shown.program, shown.name, "exec"), {"__name__": "guide", "print": noted})
+        vars(module)["print"] = noted
+        exec(compile(shown.program, shown.name, "exec"), vars(module))
     finally:
         os.chdir(before[0])
         sys.path[:] = before[1]
-        sys.modules.pop("example", None)
+        for name in ("example", "guide"):
+            sys.modules.pop(name, None)
     return printed
 
 
