@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -49,6 +50,27 @@ def test_every_example_of_the_gallery_is_on_its_page() -> None:
     for name, example in EXAMPLES.items():
         saved = json.loads((ROOT / "docs" / "gallery" / name / "plan.json").read_text(encoding="utf-8"))
         assert saved["microbatches"] == example.options["microbatches"]
+
+
+def _public(file: str) -> set[str]:
+    """The names in `__all__` of a file of the package."""
+    for node in ast.parse((ROOT / "pipepart" / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return set(ast.literal_eval(node.value))
+    raise AssertionError(f"{file} has no __all__")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")]
+    shown = {name.rpartition(".")[2] for text in pages for name in re.findall(r"^::: ([\w.]+)", text, re.MULTILINE)}
+    shown |= {
+        name
+        for text in pages
+        for line in re.findall(r"^      members: \[(.*)\]", text, re.MULTILINE)
+        for name in line.split(", ")
+    }
+    missing = {*_public("__init__.py"), *_public("lightning/__init__.py"), *_public("ray.py")} - shown
+    assert not missing
 
 
 @pytest.mark.slow
