@@ -27,7 +27,7 @@ LONG = {
     ),
     *(
         f"tests/docs/test_pages.py::test_the_programs_of_a_guide[howto/{name}.md]"
-        for name in ("checkpoints", "cuts", "evaluation", "losses", "memory", "microbatches", "transports")
+        for name in ("checkpoints", "evaluation", "losses", "microbatches", "transports")
     ),
     "tests/cli/test_cli_launching.py::test_torchrun_on_two_machines",
     "tests/cli/test_cli_secrets.py::test_a_sharded_run_is_resumed",
