@@ -93,10 +93,14 @@ class _Plot:
             self.drawing.text(self.x(value), self.y(0) + 16, f"{value:g}", anchor="middle", fill=self.drawing.soft)
         self.drawing.text(self.x(sum(self.across) / 2), self.y(0) + 34, words, anchor="middle", fill=self.drawing.soft)
 
-    def line(self, points: Sequence[tuple[float, float]], colour: str, name: str, shift: float = 0.0) -> None:
+    def line(self, points: Sequence[tuple[float, float]], colour: str) -> None:
         d = "M" + "L".join(f"{self.x(a):.1f} {self.y(b):.1f}" for a, b in points)
         self.drawing.path(d, colour, ' stroke-width="2"')
-        self.drawing.text(self.x(points[-1][0]) + 8, self.y(points[-1][1]) + 4 + shift, name, fill=self.drawing.ink)
+
+    def name(self, right: float, height: float, colour: str, words: str) -> None:
+        """An entry of the legend, beside the right end of the axis."""
+        self.drawing.path(f"M{self.x(right) + 14:.1f} {self.y(height):.1f}h18", colour, ' stroke-width="2"')
+        self.drawing.text(self.x(right) + 38, self.y(height) + 4, words)
 
     def finish(self, title: str) -> str:
         return self.drawing.finish(self.height + self.top + 44, title)
@@ -106,10 +110,10 @@ def _bubbles(theme: str) -> str:
     """The share of idle time by the number of micro-batches, for each schedule."""
     plot = _Plot(theme, 260, (4, 32), 0.5)
     plot.axes((4, 8, 16, 24, 32), (0, 0.1, 0.2, 0.3, 0.4, 0.5), "micro-batches (4 stages)", ".0%")
-    shifts = {"gpipe": -7.0, "1f1b": 6.0, "zb_h2": -3.0, "zb_v": 9.0}
-    for name, colour in zip(SCHEDULES, STAGES):
+    for name, colour, height in zip(SCHEDULES, STAGES, (0.47, 0.42, 0.37, 0.32, 0.27, 0.22)):
         points = [(n, _even(name, 4, n).bubble) for n in range(4, 33, 4)]
-        plot.line(points, colour, name, shifts.get(name, 0.0))
+        plot.line(points, colour)
+        plot.name(32, height, colour, name)
     return plot.finish("bubble by schedule and number of micro-batches")
 
 
@@ -124,10 +128,8 @@ def _live(theme: str) -> str:
         for time, level in timeline.memory[0]:
             points += [(time / _UNIT, points[-1][1])] if points else []
             points.append((time / _UNIT, level))
-        plot.line(points, colour, "")
-        plot.drawing.path(f"M{plot.x(span) + 14:.1f} {plot.y(height):.1f}h18", colour, ' stroke-width="2"')
-        words = f"{name}: at most {max(timeline.peak_activations):g}"
-        plot.drawing.text(plot.x(span) + 38, plot.y(height) + 4, words)
+        plot.line(points, colour)
+        plot.name(span, height, colour, f"{name}: at most {max(timeline.peak_activations):g}")
     return plot.finish("activations of the first stage during a step")
 
 
