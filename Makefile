@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env zoo-env lightning-env slurm train test test-fast test-long lint types format bench clean
+.PHONY: help env zoo-env lightning-env slurm train test test-fast test-long docs lint types format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing pipepart and what it needs into $(VENV) (once)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps timm # it would pull torchvision
 	@touch $@
 
@@ -68,6 +68,11 @@ test-long: $(STAMP) ## run only the long tests, which the whole suite leaves out
 test-fast: $(STAMP) ## run only the quick tests
 	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not long" $(ARGS)
 
+docs: $(STAMP) ## build the documentation site into build/site; every warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/python -m tools.docs.links build/site
+	@echo build/site/index.html
+
 lint: $(STAMP) types ## check style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -83,4 +88,4 @@ bench: $(STAMP) ## run the benchmarks
 	@$(BIN)/python -m tools.bench $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(ZOO) $(LIGHTNING) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(LIGHTNING) build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -159,6 +159,7 @@ class Pipeline:
 
     @property
     def plan(self) -> Plan:
+        """The plan that this job runs."""
         return self._runtime.plan
 
     @property
@@ -168,6 +169,7 @@ class Pipeline:
 
     @property
     def stage(self) -> int:
+        """The stage of this rank."""
         return self._runtime.stage
 
     @property

@@ -79,7 +79,7 @@ class PipelineStrategy(
     `sharded=True` each stage writes its own part of a checkpoint; by default a checkpoint is one plain file that Lightning
     loads without pipepart. After a run every rank has the whole module, as with DDP; with `after="parts"` it keeps its
     part. A module that is built on the meta device is never whole on any rank: each rank fills the part that it holds.
-    All options are in docs/options.md.
+    docs/options.md lists all options, and docs/howto has a section for each.
     """
 
     strategy_name: ClassVar[str] = "pipepart"
@@ -137,6 +137,7 @@ class PipelineStrategy(
 
     @property
     def mesh(self) -> Mesh:
+        """The replicas and stages of this job, and the place of each rank."""
         return self._ranks.mesh
 
     @property

@@ -52,14 +52,18 @@ def plan(
 ) -> Plan:
     """Plan a model for a cluster. Every option that is ``"auto"`` is chosen for the shortest simulated step.
 
-    ``captured_or_module``: a module whose forward returns the loss, a bound method of one, or a result of `capture`.
-    ``args`` and ``kwargs``: an example batch (with a captured model they are needed for ``cost="profile"`` only).
-    ``cluster``: a `Cluster`, a name in ``conf/cluster`` or a YAML file. None: this machine. ``devices``: number of its
-    devices (default: all). ``cost``: ``"profile"`` measures every op here, ``"analytic"`` computes from FLOPs and bytes
-    (the model may be on the meta device), a path reads a file; ``"auto"`` profiles on this machine and computes for
-    others. ``memory_limit``: bytes per device. ``batch_size``: samples of one step over all replicas (default: those
-    of the example). ``optimizer_factor``: bytes of optimizer state per parameter byte. ``dtype``: the dtype that
-    ``"analytic"`` computes in.
+    - ``captured_or_module``: a module whose forward returns the loss, a bound method of one, or a result of `capture`.
+    - ``args`` and ``kwargs``: an example batch (with a captured model they are needed for ``cost="profile"`` only).
+    - ``cluster``: a `Cluster`, a name in ``conf/cluster`` or a YAML file. None: this machine.
+    - ``devices``: number of devices of the cluster (default: all).
+    - ``cost``: ``"profile"`` measures every op here, ``"analytic"`` computes from FLOPs and bytes (the model may be on the
+      meta device), a path reads a file; ``"auto"`` profiles on this machine and computes for others.
+    - ``memory_limit``: bytes per device.
+    - ``batch_size``: samples of one step over all replicas (default: those of the example).
+    - ``optimizer_factor``: bytes of optimizer state per parameter byte.
+    - ``dtype``: the dtype that ``"analytic"`` computes in.
+
+    All other options are those of `PipelineStrategy`.
     """
     options = PlanOptions.among(locals())
     target = Target(cluster, devices, cost, batch_size, optimizer_factor, dtype)

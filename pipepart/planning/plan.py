@@ -83,10 +83,12 @@ class Plan:
 
     @property
     def stages(self) -> int:
+        """The devices of one pipeline."""
         return max(self.placement) + 1
 
     @property
     def chunks_per_stage(self) -> int:
+        """The number of chunks on each stage."""
         return len(self.placement) // self.stages
 
     @property
@@ -106,6 +108,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
+        """The idle time of the devices in the predicted step, as a share of it."""
         return self.timeline.bubble
 
     @property
@@ -186,6 +189,7 @@ class Plan:
         return json.dumps(kept, indent=indent)
 
     def save(self, path: str | Path) -> None:
+        """Write the plan to a file, which appears whole or not at all."""
         write_whole(path, self.to_json() + "\n")
 
     @staticmethod

@@ -15,7 +15,7 @@ from pipepart.report.timelines import flows, implied_receives
 from pipepart.schedule import COMPUTE, Timeline
 from pipepart.values import printable
 
-__all__ = ["static_svg", "write_svg"]
+__all__ = ["KINDS", "STAGES", "Drawing", "draw_chart", "static_svg", "write_svg"]
 
 STAGES = (
     "#3b7dd8", "#e8833a", "#2a9d6f", "#c9489a", "#8a63d2", "#b8930b", "#1799ad", "#d64545",
@@ -35,7 +35,7 @@ _LETTER = 6.1
 """Approximate width of a letter of 11 px."""
 
 
-class _Drawing:
+class Drawing:
     """The elements of a picture, with the colours of a theme."""
 
     def __init__(self, width: float, theme: str) -> None:
@@ -106,7 +106,7 @@ class _Grid:
         return self.left + column * (self.box + self.hop), self.top + row * (self.height + 26)
 
 
-def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
+def _partition(drawing: Drawing, plan: Plan, top: float) -> float:
     """Draw the chunks in rows, the messages from each to the next, and skips as arcs above a single row."""
     count = len(plan.chunks)
     per_row = min(count, max(1, int((drawing.width - 20) // 150)))
@@ -125,7 +125,7 @@ def _partition(drawing: _Drawing, plan: Plan, top: float) -> float:
     return grid.top + rows * (grid.height + 26)
 
 
-def _box(drawing: _Drawing, grid: _Grid, index: int, chunk: ChunkPlan, name: str) -> None:
+def _box(drawing: Drawing, grid: _Grid, index: int, chunk: ChunkPlan, name: str) -> None:
     (x, y), room = grid.corner(index), grid.box - 12
     colour = STAGES[chunk.stage % len(STAGES)]
     drawing.rect(x, y, grid.box, grid.height, colour, ' fill-opacity="0.12" rx="5"')
@@ -138,7 +138,7 @@ def _box(drawing: _Drawing, grid: _Grid, index: int, chunk: ChunkPlan, name: str
     drawing.text(x + 8, y + 60, _fit(times, room), size=10)
 
 
-def _hop(drawing: _Drawing, grid: _Grid, item: Traffic) -> None:
+def _hop(drawing: Drawing, grid: _Grid, item: Traffic) -> None:
     """Draw the message from a chunk to the next one: an arrow, or words at the end of a row."""
     (x, y), sent = grid.corner(item.source), format_bytes(item.forward_bytes)
     x += grid.box
@@ -152,7 +152,7 @@ def _hop(drawing: _Drawing, grid: _Grid, item: Traffic) -> None:
         drawing.text(x, y + grid.height + 14, words, size=9, fill=drawing.soft, anchor="end")
 
 
-def _arc(drawing: _Drawing, grid: _Grid, item: Traffic, lift: float) -> None:
+def _arc(drawing: Drawing, grid: _Grid, item: Traffic, lift: float) -> None:
     """Draw a skip as an arc above the chunks."""
     (a, y), (b, _) = grid.corner(item.source), grid.corner(item.target)
     a, b = a + grid.box / 2, b + grid.box / 2
@@ -162,7 +162,7 @@ def _arc(drawing: _Drawing, grid: _Grid, item: Traffic, lift: float) -> None:
     drawing.text(middle, y - lift * 0.75 - 3, words, size=9, fill=drawing.soft, anchor="middle", halo=True)
 
 
-def _chart(drawing: _Drawing, timeline: Timeline, label: str, top: float, span: float) -> float:
+def draw_chart(drawing: Drawing, timeline: Timeline, label: str, top: float, span: float) -> float:
     """Draw a timeline as a Gantt chart of `span` seconds, with receives above and sends below the compute of a stage."""
     left, plot, lane, strip = 62.0, drawing.width - 72, 18.0, 3.5
     scale = plot / span if span else 0.0
@@ -206,7 +206,7 @@ def static_svg(
     plan: Plan, *, measured: Timeline | None = None, width: float = 900, theme: str = "light", title: str = ""
 ) -> str:
     """Return a standalone SVG with the partition above its schedule, predicted and (if given) measured."""
-    drawing = _Drawing(width, theme)
+    drawing = Drawing(width, theme)
     drawing.parts.append(
         '<defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto">'
         f'<path d="M0 0L6 3L0 6z" fill="{drawing.soft}"/></marker></defs>'
@@ -219,7 +219,7 @@ def static_svg(
         timelines.append(("measured", measured if measured.edges is not None else replace(measured, edges=plan.edges)))
     span = max(timeline.step_time for _, timeline in timelines)
     for label, timeline in timelines:
-        y = _chart(drawing, timeline, label, y + 4, span)
+        y = draw_chart(drawing, timeline, label, y + 4, span)
     kinds = {e.action.kind for _, timeline in timelines for e in (*timeline.events, *implied_receives(timeline))}
     x = 10.0
     for kind in (kind for kind in KINDS if kind in kinds):

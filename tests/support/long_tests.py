@@ -10,6 +10,25 @@ import pytest
 __all__ = ["LONG", "mark_long"]
 
 LONG = {
+    "tests/docs/test_site.py::test_the_site_is_built_without_a_warning",
+    *(
+        f"tests/docs/test_pages.py::test_the_programs_of_a_page[{name}.md]"
+        for name in (
+            *(
+                "start",
+                "moving/ddp",
+                "moving/deepspeed",
+                "moving/fsdp",
+                "moving/torch_pipelining",
+                "tutorials/failures",
+            ),
+            *("tutorials/large_model", "tutorials/machines", "tutorials/plans", "tutorials/pytorch"),
+        )
+    ),
+    *(
+        f"tests/docs/test_pages.py::test_the_programs_of_a_guide[howto/{name}.md]"
+        for name in ("checkpoints", "evaluation", "losses", "microbatches", "transports")
+    ),
     "tests/cli/test_cli_launching.py::test_torchrun_on_two_machines",
     "tests/cli/test_cli_secrets.py::test_a_sharded_run_is_resumed",
     "tests/faults/test_job_ends.py::test_all_processes_end_with_the_cause[torchrun raises]",

@@ -1,0 +1,1 @@
+"""What the documentation site is made with: its hooks, its pictures and its gallery."""
