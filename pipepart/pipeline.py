@@ -26,6 +26,7 @@ from pipepart.errors import PlanError
 from pipepart.options import Options
 from pipepart.planning import Plan
 from pipepart.planning.request import ScheduleName
+from pipepart.planning.sync_mode import SyncOption
 from pipepart.recording import Recording, record
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import BatchDim
@@ -87,6 +88,7 @@ class Pipeline:
         randomness: Literal["op", "stage"] = "op",
         verify: bool = False,
         batch_dim: BatchDim = 0,
+        sync: SyncOption = "mean",
         device: str | torch.device | None = None,
     ) -> None:
         options = Options.among(locals())
@@ -144,7 +146,9 @@ class Pipeline:
             if groups is None or groups.rank == 0:
                 notes = [f"note       {note}" for note in training[0].notes if note.startswith("gradients")]
                 print("\n".join([table, *notes]), flush=True)
-        self._runtime.seeds.seed = _seed_of_rank_zero(groups)
+        self._runtime.parameters.follows_optimizers = True
+        seed = torch.initial_seed()
+        self._runtime.seeds.seed = seed if groups is None else int(broadcast_object(seed, 0, groups))
         return built.samples.text
 
     def _record(self, example: Example, like: Recording | None = None, numbers: Sequence[Place] = ()) -> Recording:
@@ -374,7 +378,7 @@ class Pipeline:
 
         Each stage keeps the values that are written to its parameters inside, so every rank must write the same values.
         """
-        return self._runtime.parts.gathered(gradients)
+        return self._runtime.gathered(gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model on rank 0, and an empty dict elsewhere. Every rank must call it."""
@@ -383,11 +387,6 @@ class Pipeline:
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """Load the part of this stage from a state dict of the whole model."""
         self._runtime.load_full_state_dict(state, strict)
-
-
-def _seed_of_rank_zero(groups: Groups | None) -> int:
-    seed = torch.initial_seed()
-    return seed if groups is None else int(broadcast_object(seed, 0, groups))
 
 
 def _root_of(module_or_step: nn.Module | Callable[..., Any]) -> nn.Module:

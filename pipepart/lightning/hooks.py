@@ -147,7 +147,7 @@ class HookedStrategy:
         Values that are written to a parameter inside are kept on the stages that hold it, so every rank must write the
         same values. Hooks do not need it: what they touch is gathered for them.
         """
-        with aside(), self.runtime.parts.gathered(gradients):
+        with aside(), self.runtime.gathered(gradients):
             yield
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
