@@ -121,7 +121,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        SyncMode.of(self.sync)
+        SyncMode.of(self.sync).check_replicas(self.replicas)
         check_schedule(self.schedule)
         if not all(self.keep_together):
             raise PlanError("keep_together contains an empty group; expected at least one module path in each group")

@@ -27,6 +27,8 @@ class SyncMode:
     its share of the parameters of a stage, and sends it to the others. ``master``: one replica updates all parameters."""
     compress: Literal["bf16", "fp16"] | None = None
     """The format in which gradients travel between replicas; None: their own."""
+    inside: int | None = None
+    """With ``mean``: the number of neighbouring replicas that add up their gradients first; None: all at once."""
 
     @staticmethod
     def of(option: Any) -> SyncMode:
@@ -46,9 +48,26 @@ class SyncMode:
                 f"sync={shortened(dict(option))} names no mode: expected one of {_listed('mode')} under 'mode'"
             )
         for name, value in option.items():
-            if not any(type(value) is type(word) and value == word for word in _words(name)):
+            if name == "inside":
+                if value is not None and (type(value) is not int or value < 2):
+                    raise ConfigError(
+                        f"sync.inside must be a whole number of at least 2, or None, got {shortened(value)}"
+                    )
+                if value is not None and option["mode"] != "mean":
+                    raise ConfigError(
+                        f"sync.inside is a setting of the mode 'mean', got mode={shortened(option['mode'])}"
+                    )
+            elif not any(type(value) is type(word) and value == word for word in _words(name)):
                 raise ConfigError(f"sync.{name}={shortened(value)} is not known: expected {_listed(name)}")
         return SyncMode(**option)
+
+    def check_replicas(self, replicas: Any) -> None:
+        """Refuse a number of replicas that cannot be divided into groups of `inside`. ``"auto"`` is not checked."""
+        if self.inside is not None and isinstance(replicas, int) and replicas > 1 and replicas % self.inside:
+            raise ConfigError(
+                f"sync.inside={self.inside} does not divide {replicas} replicas into equal groups. Use a number of replicas "
+                f"that is a multiple of {self.inside}, or another number."
+            )
 
     def optimizer_share(self, replicas: int) -> float:
         """Return the largest share of the optimizer states of a stage that one replica holds."""

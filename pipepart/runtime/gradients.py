@@ -58,8 +58,8 @@ class GradientSync:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups over tied parameters of this rank."""
-        return list(self._tied.values())
+        """The process groups that were made for the gradients of this rank."""
+        return [*self._tied.values(), *(self.replicas.own_groups if self.replicas is not None else ())]
 
     @property
     def owners(self) -> ReplicaOwners | None:

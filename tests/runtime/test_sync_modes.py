@@ -86,8 +86,13 @@ def check(found: list[dict[str, Any]], stages: int, optimizer: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sync", "stages", "optimizer"),
-    [("sharded", 2, "adamw"), ("master", 1, "sgd"), ("sharded", 1, "adagrad"), ({"mode": "mean"}, 2, "sgd")],
-    ids=str,
+    [
+        ("sharded", 2, "adamw"),
+        ("master", 1, "sgd"),
+        ("sharded", 1, "adagrad"),
+        ({"mode": "mean", "inside": 2}, 1, "sgd"),
+    ],
+    ids=["sharded", "master", "adagrad", "nested"],
 )
 def test_equal_to_one_process(sync: Any, stages: int, optimizer: str) -> None:
     found = run_ranks(4, train, sync, stages, optimizer)

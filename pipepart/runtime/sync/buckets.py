@@ -7,7 +7,7 @@ all replicas must match. Earlier micro-batches send nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["MOST_BYTES", "Bucket", "BucketedSync", "buckets_of"]
+__all__ = ["MOST_BYTES", "Bucket", "BucketedSync", "as_real", "buckets_of"]
 
 MOST_BYTES = 25 * 2**20
 """Bytes of a bucket, at most, unless a single parameter is larger."""
@@ -23,7 +23,7 @@ _LEAST_BYTES = 2**20  # smaller messages cost more than they save
 _PARTS = 4  # so that a small model, too, sends gradients before its backward ends
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Parameters whose gradients travel together."""
 
@@ -35,6 +35,10 @@ class Bucket:
     absent: list[int] = field(default_factory=list)
     """Parameters without a gradient on this rank."""
     work: dist.Work | None = field(default=None, repr=False)
+    before: dist.Work | None = field(default=None, repr=False)
+    """An earlier part of the exchange, which must end, too."""
+    result: torch.Tensor | None = None
+    """The vector that comes back, if it is not the one that was sent."""
 
 
 class BucketedSync:
@@ -53,6 +57,8 @@ class BucketedSync:
         `compress`: the dtype in which gradients travel, if it is not their own.
         """
         self.group, self.replicas, self._compress = group, replicas, compress
+        self.own_groups: list[dist.ProcessGroup] = []
+        """The process groups that this mode has made."""
         self._chunk = {name: chunks[0] for name, chunks in uses.items() if len(chunks) == 1 and name not in late}
         self._hooked: set[int] = set()
         self._trainable: list[int] = []
@@ -156,8 +162,7 @@ class BucketedSync:
             self._send(bucket)
         self._next = len(self._buckets)
         for bucket in self._buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
+            self.wait(bucket)
             self._to_mean(bucket)
             self.end(bucket)
             bucket.flat = bucket.work = None
@@ -183,6 +188,11 @@ class BucketedSync:
         """Start the exchange of a vector whose gradients are final on this rank."""
         raise NotImplementedError
 
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for the end of an exchange."""
+        assert bucket.work is not None
+        bucket.work.wait()
+
     def end(self, bucket: Bucket) -> None:
         """Take the mean of an exchange that has ended."""
         raise NotImplementedError
@@ -196,7 +206,7 @@ def buckets_of(parameters: Sequence[tuple[nn.Parameter, int]], parts: int = _PAR
     total = sum(parameter.numel() * parameter.element_size() for parameter, _ in parameters)
     most = min(MOST_BYTES, max(_LEAST_BYTES, total // parts))
     full: list[Bucket] = []
-    filling: dict[Hashable, tuple[Bucket, int, int]] = {}
+    filling: dict[int, tuple[Bucket, int, int]] = {}
     for place, (parameter, owner) in enumerate(parameters):
         size = parameter.numel() * parameter.element_size()
         bucket, filled, _ = filling.get(owner, (None, 0, 0))
@@ -209,3 +219,8 @@ def buckets_of(parameters: Sequence[tuple[nn.Parameter, int]], parts: int = _PAR
         filling[owner] = bucket, filled + size, place
     rest = sorted(filling.values(), key=lambda item: item[2])
     return [*full, *(bucket for bucket, _, _ in rest)]
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the view of a tensor that every collective takes."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

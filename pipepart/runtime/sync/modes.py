@@ -11,6 +11,7 @@ from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.parts import Ownership
 from pipepart.runtime.sync.buckets import BucketedSync
+from pipepart.runtime.sync.nested_mean import Levels, NestedMean
 from pipepart.runtime.sync.replica_mean import ReplicaMean
 from pipepart.runtime.sync.replica_owners import ReplicaOwners, balanced_owners
 
@@ -27,7 +28,7 @@ def replica_sync(
     tied: set[str],
     named: Callable[[], Mapping[str, nn.Parameter]],
 ) -> BucketedSync | None:
-    """Return the sync of the stage of this rank with its copies; None with one replica.
+    """Return the sync of the stage of this rank with its copies; None with one replica. All ranks must call it together.
 
     `tied`: the parameters that are summed over stages first; `named` returns those of this stage by name: a model that
     is built on the meta device gets others after set-up.
@@ -36,6 +37,10 @@ def replica_sync(
         return None
     replicas, uses = groups.mesh.replicas, ownership.uses(groups.stage)
     compress = _DTYPES[mode.compress] if mode.compress is not None else None
+    mode.check_replicas(replicas)
+    if mode.inside is not None:
+        levels = Levels.create(groups, mode.inside)
+        return NestedMean(groups.copies, replicas, uses, tied, compress, levels=levels)
     if mode.mode == "mean":
         return ReplicaMean(groups.copies, replicas, uses, tied, compress)
     parameters = named()

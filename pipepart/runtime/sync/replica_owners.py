@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipepart.errors import PipelineError
-from pipepart.runtime.sync.buckets import MOST_BYTES, Bucket, BucketedSync, buckets_of
+from pipepart.runtime.sync.buckets import MOST_BYTES, Bucket, BucketedSync, as_real, buckets_of
 
 __all__ = ["ReplicaOwners", "balanced_owners"]
 
@@ -94,7 +94,7 @@ class ReplicaOwners(BucketedSync):
     def start(self, bucket: Bucket) -> dist.Work | None:
         assert bucket.flat is not None
         work: dist.Work | None = dist.reduce(
-            _real(bucket.flat), self._ranks[bucket.owner], group=self.group, async_op=True
+            as_real(bucket.flat), self._ranks[bucket.owner], group=self.group, async_op=True
         )
         for parameter in bucket.parameters:  # the vector has it
             parameter.grad = None
@@ -194,7 +194,7 @@ class _Parcel:
             count = sum(tensor.numel() for tensor in self.tensors)
             self._flat = self.tensors[0].new_empty(count)
         self._copies = not own and not direct
-        self._work = dist.broadcast(_real(self._flat), source, group=group, async_op=True)
+        self._work = dist.broadcast(as_real(self._flat), source, group=group, async_op=True)
 
     def arrive(self) -> None:
         """Wait for the transfer, and copy what has come."""
@@ -222,7 +222,3 @@ def _parcels(tensors: Iterable[tuple[torch.Tensor, int]]) -> list[_Parcel]:
         parcel.tensors.append(tensor)
         parcel.bytes += size
     return found
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

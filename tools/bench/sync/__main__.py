@@ -24,6 +24,7 @@ TESTS = Path(__file__).parents[3] / "tests"
 MODES: dict[str, Any] = {
     "mean": "mean",
     "mean bf16": {"mode": "mean", "compress": "bf16"},
+    "nested": {"mode": "mean", "inside": 2},
     "sharded": "sharded",
     "master": "master",
 }
@@ -130,7 +131,7 @@ def equal() -> int:
     wrong = 0
     modes = [sync for name, sync in MODES.items() if "bf16" not in name]
     for replicas, stages, sync, optimizer in itertools.product((2, 4), (1, 2), modes, cases.OPTIMIZERS):
-        what = f"{sync:8} {optimizer:8} {stages} stage(s) x {replicas} replicas"
+        what = f"{sync!s:8} {optimizer:8} {stages} stage(s) x {replicas} replicas"
         try:
             cases.check(
                 ranks.run_ranks(stages * replicas, cases.train, sync, stages, optimizer, timeout=LIMIT),
