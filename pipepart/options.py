@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from pipepart.errors import ConfigError, PlanError
 from pipepart.planning import Plan, PlanOptions
+from pipepart.planning.sync_mode import SyncMode
 from pipepart.recording.inputs.batching import BatchDim, check_batch_dim
 from pipepart.values import Seconds, shortened
 
@@ -46,6 +47,11 @@ class Options(PlanOptions):
     batch_dim: BatchDim = 0
     """The dimension of samples in the leaves of a batch, or a mapping from paths of leaves to dimensions (None: the leaf is
     not split). A module with a method ``split(batch, n)`` splits its batches itself."""
+
+    @property
+    def sync_mode(self) -> SyncMode:
+        """The mode in which replicas are kept in step, with its settings."""
+        return SyncMode.of(self.sync)
 
     def __post_init__(self) -> None:
         if self.randomness not in words_of(Options, "randomness"):

@@ -29,6 +29,7 @@ from pipepart.errors import PlanError
 from pipepart.options import Options
 from pipepart.planning import Plan
 from pipepart.planning.request import ScheduleName
+from pipepart.planning.sync_mode import SyncOption
 from pipepart.recording import Recording, record
 from pipepart.recording.inputs import trees
 from pipepart.recording.inputs.batching import BatchDim
@@ -92,6 +93,7 @@ class Pipeline:
         randomness: Literal["op", "stage"] = "op",
         verify: bool = False,
         batch_dim: BatchDim = 0,
+        sync: SyncOption = "mean",
         device: str | torch.device | None = None,
     ) -> None:
         options = Options.among(locals())
@@ -149,6 +151,7 @@ class Pipeline:
             if groups is None or groups.rank == 0:
                 notes = [f"note       {note}" for note in training[0].notes if note.startswith("gradients")]
                 print("\n".join([table, *notes]), flush=True)
+        self._runtime.parameters.follows_optimizers = True
         self._runtime.seeds.seed = seed_of_rank_zero(groups)
         return built.samples.text
 
@@ -385,7 +388,7 @@ class Pipeline:
 
         Each stage keeps the values that are written to its parameters inside, so every rank must write the same values.
         """
-        return self._runtime.parts.gathered(gradients)
+        return self._runtime.gathered(gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model on rank 0, and an empty dict elsewhere. Every rank must call it."""

@@ -252,6 +252,12 @@ INVALID = [
     ({"batch_norm": "batches"}, r"batch_norm 'batches' is not known: did you mean 'batch'\?"),
     ({"loss": "microbatches"}, r"loss 'microbatches' is not known: did you mean 'microbatch'\?"),
     ({"randomness": "rank"}, "randomness='rank' is not known: expected 'op'"),
+    ({"sync": "ring"}, "sync must be 'mean', 'sharded', 'master' or an object with named fields, got 'ring'"),
+    ({"sync": {"mode": "shared"}}, r"sync.mode='shared' is not known: expected 'mean', 'sharded', 'master'"),
+    ({"sync": {"mode": "mean", "compres": "bf16"}}, r"sync.'compres' is not known: did you mean 'compress'\?"),
+    ({"sync": {"compress": "bf16"}}, "names no mode: expected one of 'mean', 'sharded', 'master' under 'mode'"),
+    ({"sync": {"mode": "mean", "inside": 1}}, "sync.inside must be a whole number of at least 2, or None, got 1"),
+    ({"sync": {"mode": "master", "inside": 2}}, "sync.inside is a setting of the mode 'mean', got mode='master'"),
     ({"batch_dim": -1}, "batch_dim=-1: expected the dimension of the samples"),
     ({"plan": 3}, "plan must be a Plan or the path of a file with one, got int"),
 ]

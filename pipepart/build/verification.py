@@ -112,7 +112,8 @@ def verification(
     for stage in range(runtime.plan.stages):
         found = [row for row in everyone if row[0] == stage]
         parts, pipeline = (max((row[i] for row in found), key=lambda item: item[0]) for i in (2, 3))
-        rows.append((f"gradients of stage {stage}", f"{found[0][1]} parameters", _named(parts), _named(pipeline)))
+        count = sum(row[1] for row in found) if runtime.parameters.divides_updates else found[0][1]
+        rows.append((f"gradients of stage {stage}", f"{count} parameters", _named(parts), _named(pipeline)))
     title = f"one process and the pipeline on {reference.microbatches} micro-batches, dropout off"
     return f"verify     {title}\n" + "\n".join(_lines(rows))
 

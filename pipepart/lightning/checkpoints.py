@@ -98,7 +98,7 @@ class Checkpoints:
     def optimizer_state(self, optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
         wrapped: Any = optimizer
         plain = wrapped._optimizer if isinstance(optimizer, either("LightningOptimizer")) else optimizer
-        return own_optimizer_state(plain) if self._sharded() else full_optimizer_state(plain, runtime)
+        return own_optimizer_state(plain, runtime) if self._sharded() else full_optimizer_state(plain, runtime)
 
     def save(
         self,
@@ -112,8 +112,7 @@ class Checkpoints:
         self._check_address(path, "the checkpoint", writes=True)
         if self._sharded():
             assert runtime is not None
-            groups = self._groups()
-            shards.save(checkpoint, path, runtime, self.together, None if groups is None else groups.pipeline)
+            shards.save(checkpoint, path, runtime, self.together, self._groups())
         else:
             self.on_rank_zero(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options))
 
@@ -150,13 +149,15 @@ class Checkpoints:
         else:
             runtime.load_full_state_dict(dict(checkpoint["state_dict"]), strict)
 
-    def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Load this stage's part of the states of optimizers."""
+    def load_optimizers(
+        self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], runtime: StageRuntime | None
+    ) -> None:
+        """Load this rank's part of the states of optimizers."""
         for number, optimizer in enumerate(optimizers):
             if "pipepart_shards" in checkpoint:
-                shards.load_optimizer(dict(checkpoint), number, optimizer)
+                shards.load_optimizer(dict(checkpoint), number, optimizer, runtime)
             else:
-                load_full_optimizer_state(optimizer, checkpoint["optimizer_states"][number])
+                load_full_optimizer_state(optimizer, checkpoint["optimizer_states"][number], runtime)
 
     def on_rank_zero(self, action: Callable[[], None]) -> None:
         """Run an action on rank 0. If it fails, all ranks raise the same message."""

@@ -85,6 +85,6 @@ class FabricCheckpoints(_Base):
         if isinstance(thing, nn.Module):
             self.load_module_state_dict(thing, saved, strict)
         elif isinstance(thing, Optimizer) and self._cut is not None:
-            load_full_optimizer_state(thing, saved)
+            load_full_optimizer_state(thing, saved, self._cut)
         else:
             thing.load_state_dict(saved)

@@ -131,9 +131,12 @@ class FabricMethods(FabricCheckpoints, _Base):
         """Use a new plan. Every rank calls it. States of optimizers that were loaded before are kept for own parameters."""
         self._whole.runtime = runtime
         runtime.seeds.seed = self.broadcast(torch.initial_seed())
+        runtime.parameters.follows_optimizers = True
+        others = runtime.parameters.updated_elsewhere
         for optimizer in self._own_optimizers:
-            for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor) and p.is_meta]:
-                del optimizer.state[parameter]
+            for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
+                if parameter.is_meta or id(parameter) in others:
+                    del optimizer.state[parameter]
 
     def make_whole(self) -> None:
         """Gather all values on every rank, in host memory, and forget the plan. All ranks must call it together."""

@@ -155,7 +155,7 @@ class HookedStrategy:
         if self._written.possible and self._whole.runtime is None:  # this process holds all values
             yield
             return
-        with aside(), self.runtime.parts.gathered(gradients):
+        with aside(), self.runtime.gathered(gradients):
             yield
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from pipepart.lightning.binding import BoundStrategy
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.clipping import connect_clipping
 from pipepart.lightning.data import reopen, steps_ahead
+from pipepart.lightning.divided_updates import follow_updates, show_gradients
 from pipepart.lightning.hooks import HookedStrategy, follow_hooks, outside_hooks
 from pipepart.lightning.kept_on_host import only_shapes, too_large
 from pipepart.lightning.known_ranks import KnownRanks
@@ -43,6 +44,7 @@ from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import move_to_device
 from pipepart.planning import Plan
 from pipepart.planning.request import ScheduleName
+from pipepart.planning.sync_mode import SyncOption
 from pipepart.recording.inputs.batching import BatchDim
 from pipepart.runtime import Mesh
 from pipepart.runtime.failure import guarded
@@ -108,6 +110,7 @@ class PipelineStrategy(
         loss: Literal["batch", "microbatch"] = "batch",
         verify: bool = False,
         batch_dim: BatchDim = 0,
+        sync: SyncOption = "mean",
         accelerator: Any = None,  # the last five: of the namespace of the trainer
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -191,7 +194,7 @@ class PipelineStrategy(
         self._checkpoints.load_model(checkpoint, self._module_and_trainer()[0], self._whole.runtime, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._checkpoints.load_optimizers(checkpoint, self.optimizers)
+        self._checkpoints.load_optimizers(checkpoint, self.optimizers, self._whole.runtime)
 
     # ---- set-up
 
@@ -319,6 +322,7 @@ class PipelineStrategy(
         tell(f"pipepart: {type(module).__name__}.{step}\n{self.plan.describe()}{notes}\n")
 
     def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None:
+        follow_updates(trainer, module, self.runtime, self._patches)
         if self._large or not self._recorded.empty:  # otherwise the model fits on no rank
             follow_hooks(trainer, module, self.runtime, self._patches)
 
@@ -340,6 +344,7 @@ class PipelineStrategy(
         module, trainer = self._module_and_trainer()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         hand_over_by_backward(trainer, module, closure_loss, self.runtime)
+        show_gradients(trainer, self.runtime)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def validation_step(self, *args: Any) -> Any:

@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from pipepart.files import parse_json
 from pipepart.lightning.checkpoint_files import CheckpointError, Content, load_file, others_beside, reason_of
-from pipepart.lightning.optimizers import gather_parts
+from pipepart.lightning.optimizers import gather_states
 from pipepart.lightning.remote_files import MANIFEST, RemoteFile, received, sent_from
 from pipepart.lightning.shard_contents import REST, rest_of, tensors_of
-from pipepart.runtime import StageRuntime
+from pipepart.runtime import Groups, StageRuntime
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
 
@@ -103,7 +102,7 @@ def save(
     path: Any,
     runtime: StageRuntime,
     together: Callable[[Callable[[], None]], None],
-    stages: dist.ProcessGroup | None = None,
+    patient: Groups | None = None,
 ) -> None:
     """Write a `checkpoint` that holds this rank's parts, as `sharded.save` does. All ranks must call it."""
     target, groups = RemoteFile.at(path), runtime.groups
@@ -113,17 +112,19 @@ def save(
         with guarded(groups):
             name = broadcast_object(name, 0, groups)
     folder, files = target / name, _Files()
-    tensors, plain = tensors_of(checkpoint)
-    every_plain = gather_parts(plain, runtime)
+    divided, writes_model = runtime.parameters.divides_updates, groups is None or groups.replica == 0
+    tensors, plain = tensors_of(checkpoint, writes_model)
+    every_plain = gather_states(plain, runtime)
     contents: dict[str, Content] | None = None
 
     def write() -> None:
-        if groups is not None and groups.replica != 0:
+        if not divided and not writes_model:
             return
         writer = FsspecWriter(str(folder), sync_files=False)
         writer.fs = files
         writer.path = files.init_path(str(folder))
-        write_tensors(tensors, storage_writer=writer, process_group=stages, no_dist=groups is None)
+        group = None if patient is None else patient.world if divided else patient.pipeline
+        write_tensors(tensors, storage_writer=writer, process_group=group, no_dist=groups is None)
 
     def finish() -> None:
         if not first:
@@ -139,7 +140,7 @@ def save(
 
     try:
         together(lambda: _named(write, target))
-        contents = gather_parts(files.contents, runtime)
+        contents = gather_states(files.contents, runtime)
         together(lambda: _named(finish, target))
     except CheckpointError:
         if first:

@@ -13,9 +13,9 @@ REST = "rest.pt"
 Plain = dict[tuple[int, int, str], Any]
 
 
-def tensors_of(checkpoint: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Plain]:
-    """The tensors of the model and of the optimizers on this rank, and the other values of the optimizers."""
-    tensors = {f"model.{name}": value for name, value in checkpoint["state_dict"].items()}
+def tensors_of(checkpoint: dict[str, Any], model: bool) -> tuple[dict[str, torch.Tensor], Plain]:
+    """The tensors of the `model`, if this rank writes it, and of the optimizers, and the other values of the optimizers."""
+    tensors = {f"model.{name}": value for name, value in checkpoint["state_dict"].items()} if model else {}
     plain: Plain = {}
     for number, state in enumerate(checkpoint.get("optimizer_states", [])):
         for index, values in state.get("state", {}).items():

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
@@ -41,11 +40,11 @@ from pipepart.lightning.checkpoint_files import (
     reason_of,
     write_manifest,
 )
-from pipepart.lightning.optimizers import gather_parts, own_part
+from pipepart.lightning.optimizers import gather_states, own_part
 from pipepart.lightning.remote_files import is_remote
 from pipepart.lightning.shard_contents import REST, rest_of, tensors_of
 from pipepart.lightning.shard_index import ShardReader
-from pipepart.runtime import StageRuntime
+from pipepart.runtime import Groups, StageRuntime
 
 __all__ = [
     "bring_back",
@@ -75,20 +74,22 @@ def save(
     path: Any,
     runtime: StageRuntime,
     together: Callable[[Callable[[], None]], None],
-    stages: dist.ProcessGroup | None = None,
+    patient: Groups | None = None,
 ) -> None:
     """Write a `checkpoint` that holds this rank's parts of the model and the optimizers. All ranks must call it.
 
-    Replica 0 writes; `stages` is the group in which its ranks wait for each other. Each step runs in `together`: if it
-    fails on one rank, it fails on all, and the previous checkpoint is untouched.
+    Replica 0 writes the model, and every rank the states of the parameters that it updates. `patient`: the groups in which
+    ranks wait for each other. Each step runs in `together`: if it fails on one rank, it fails on all, and the previous
+    checkpoint is untouched.
     """
     if is_remote(path):
-        remote_shards.save(checkpoint, path, runtime, together, stages)
+        remote_shards.save(checkpoint, path, runtime, together, patient)
         return
     target, groups = Path(path), runtime.groups
     part = target.with_name(f"{target.name}.part")
-    tensors, plain = tensors_of(checkpoint)
-    every_plain = gather_parts(plain, runtime)
+    divided, writes_model = runtime.parameters.divides_updates, groups is None or groups.replica == 0
+    tensors, plain = tensors_of(checkpoint, writes_model)
+    every_plain = gather_states(plain, runtime)
     first = groups is None or groups.rank == 0
 
     def begin() -> None:
@@ -100,8 +101,9 @@ def save(
     def write() -> None:
         if groups is None:
             write_tensors(tensors, checkpoint_id=part, no_dist=True)
-        elif groups.replica == 0:
-            write_tensors(tensors, checkpoint_id=part, process_group=stages)
+        elif divided or writes_model:
+            assert patient is not None
+            write_tensors(tensors, checkpoint_id=part, process_group=patient.world if divided else patient.pipeline)
 
     def finish() -> None:
         if not first:
@@ -234,8 +236,10 @@ def load_model(checkpoint: dict[str, Any], runtime: StageRuntime, strict: bool) 
     runtime.load_full_state_dict({**wanted, **absent, **extra}, strict)
 
 
-def load_optimizer(checkpoint: dict[str, Any], number: int, optimizer: Optimizer) -> None:
-    """Read the states of the parameters on this rank."""
+def load_optimizer(
+    checkpoint: dict[str, Any], number: int, optimizer: Optimizer, runtime: StageRuntime | None = None
+) -> None:
+    """Read the states of the parameters that this rank updates."""
     if "state" not in checkpoint["optimizer_states"][number]:
         optimizer.load_state_dict(checkpoint["optimizer_states"][number])
         return
@@ -248,7 +252,7 @@ def load_optimizer(checkpoint: dict[str, Any], number: int, optimizer: Optimizer
             which, index, key = rest.split(".", 2)
             if int(which) == number:
                 found.setdefault(int(index), {})[key] = name
-    own = own_part(optimizer, found)
+    own = own_part(optimizer, found, runtime)
     buffers = {name: _empty(known[name]) for keys in own.values() for name in keys.values()}
     read_tensors(buffers, storage_reader=reader, no_dist=True)
     state: dict[int, dict[str, Any]] = {

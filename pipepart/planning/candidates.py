@@ -27,6 +27,7 @@ from pipepart.planning.request import (
 )
 from pipepart.planning.sources import Costs
 from pipepart.planning.splits import Case
+from pipepart.planning.sync_mode import SyncMode
 
 __all__ = ["Candidate", "SearchSpace"]
 
@@ -87,7 +88,9 @@ class SearchSpace:
         if shape not in self._cases:
             layout = self.request.layout(shape.stages, shape.replicas)
             costs = self._costs(layout, shape.size)
-            pricing = Pricing(self.graph, costs, self.sizes, layout, self.request.optimizer_factor, self.frozen)
+            share = SyncMode.of(self.request.sync).optimizer_share(shape.replicas)
+            states = self.request.optimizer_factor * share
+            pricing = Pricing(self.graph, costs, self.sizes, layout, states, self.frozen)
             self._cases[shape] = Case(pricing, self.request, shape)
         return self._cases[shape]
 

@@ -21,6 +21,7 @@ from pipepart.planning.plan import Plan
 from pipepart.planning.request import PlanOptions, ScheduleName
 from pipepart.planning.search import search
 from pipepart.planning.sources import Analytic, Costs, Given, Profiled, batch_of
+from pipepart.planning.sync_mode import SyncOption
 from pipepart.recording import Recording
 from pipepart.schedule import read_csv
 from pipepart.values import Positive, Range, check_fields, shortened
@@ -47,6 +48,7 @@ def plan(
     batch_size: int | None = None,
     keep_together: Sequence[Sequence[str]] = (),
     split_at: Sequence[str] | None = None,
+    sync: SyncOption = "mean",
     optimizer_factor: float = 2.0,
     dtype: str | None = None,
 ) -> Plan:
@@ -60,7 +62,7 @@ def plan(
       meta device), a path reads a file; ``"auto"`` profiles on this machine and computes for others.
     - ``memory_limit``: bytes per device.
     - ``batch_size``: samples of one step over all replicas (default: those of the example).
-    - ``optimizer_factor``: bytes of optimizer state per parameter byte.
+    - ``optimizer_factor``: bytes of optimizer state per parameter byte; ``sync`` says which share of it a rank holds.
     - ``dtype``: the dtype that ``"analytic"`` computes in.
 
     All other options are those of `PipelineStrategy`.

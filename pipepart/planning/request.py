@@ -11,6 +11,7 @@ from pipepart.cost.cluster import Cluster
 from pipepart.errors import PlanError, ScheduleError, did_you_mean
 from pipepart.partition import Link
 from pipepart.planning.layout import BY_PROCESSOR, GROUP_LINK, LOCAL_LINK, Handling, Layout, MeasuredLinks
+from pipepart.planning.sync_mode import SyncMode, SyncOption
 from pipepart.schedule import SCHEDULES, read_csv
 from pipepart.values import Count, Range, check_fields, shortened
 
@@ -117,8 +118,12 @@ class PlanOptions:
     memory_limit: Annotated[float, Range(1, 2**63)] | None = None
     """Bytes that one device may use. None: as much as it has, without a reserve on an accelerator."""
 
+    sync: SyncOption = "mean"
+    """How replicas are kept in step: the name of a mode, or a mapping with ``mode`` and the settings of the mode."""
+
     def __post_init__(self) -> None:
         check_fields(self)
+        SyncMode.of(self.sync).check_replicas(self.replicas)
         check_schedule(self.schedule)
         if not all(self.keep_together):
             raise PlanError("keep_together contains an empty group; expected at least one module path in each group")

@@ -15,10 +15,10 @@ from pipepart.errors import PipelineError, PlanError
 from pipepart.recording import BATCH, Chunk, Edge
 from pipepart.runtime.chunked_step import TailRun
 from pipepart.runtime.deferred import WeightWork, deferring
-from pipepart.runtime.gradients import ReplicaMean
 from pipepart.runtime.mailbox import Forms, Inbox, Outbox, PlannedInbox, Routes, TensorSpec, Wire
 from pipepart.runtime.microbatch import MicrobatchSizes
 from pipepart.runtime.randomness import RandomState, recomputing
+from pipepart.runtime.sync import BucketedSync
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
 from pipepart.runtime.watching import Watching
@@ -76,8 +76,8 @@ class StepWork:
     """For each micro-batch the factor of its loss."""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context of forwards (precision)."""
-    mean: ReplicaMean | None = None
-    """The mean over replicas that follows the last backward; None if gradients are not reduced."""
+    sync: BucketedSync | None = None
+    """The exchange with replicas, which is told when gradients are final; None if gradients are not reduced."""
     trace: Trace | None = None
     tail: TailRun | None = None
     """The tail, which runs after the last forward of the last chunk."""
@@ -111,16 +111,16 @@ class Executor:
     def run(self, schedule: Schedule, work: StepWork) -> list[tuple[Any, ...]] | None:
         """Execute one step. Returns the flat outputs of every micro-batch on the stage of the last chunk."""
         step = _StepRun(self._stage, schedule, work, self._messages_of(schedule), self._known, self._receiving)
-        actions, mean = schedule.actions[self._stage.stage], work.mean
-        last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if mean is not None else {}
+        actions, sync = schedule.actions[self._stage.stage], work.sync
+        last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if sync is not None else {}
         with _collecting_later():
             for action in actions:
-                if mean is None or last.get(action.chunk) != action:
+                if sync is None or last.get(action.chunk) != action:
                     step.perform(action)
                     continue
-                with mean.last_backward(action.chunk) if action.kind == "B" else nullcontext():
+                with sync.last_backward(action.chunk) if action.kind == "B" else nullcontext():
                     step.perform(action)
-                mean.chunk_is_final(action.chunk)
+                sync.chunk_is_final(action.chunk)
             step.finish()
         return step.outputs if self._stage.last in self._stage.chunks else None
 

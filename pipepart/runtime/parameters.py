@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
+from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm, gradient_norm
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.parts import Ownership
+from pipepart.runtime.sync.optimizer_steps import drop_states, follow_optimizers
 
 __all__ = ["StageParameters", "StepGradients"]
 
@@ -35,10 +40,22 @@ class StepGradients:
 class StageParameters:
     """The parameters that one stage holds. New gradients are kept apart from `.grad` until `hand_over`."""
 
-    def __init__(self, root: nn.Module, ownership: Ownership, groups: Groups | None, device: torch.device) -> None:
-        """All ranks must call it together."""
+    def __init__(
+        self,
+        root: nn.Module,
+        ownership: Ownership,
+        groups: Groups | None,
+        device: torch.device,
+        mode: SyncMode | None = None,
+    ) -> None:
+        """All ranks must call it together. `mode`: how replicas are kept in step (default: by the mean of gradients)."""
         self._root, self._ownership, self._groups, self._device = root, ownership, groups, device
-        self.sync = GradientSync(ownership, groups)
+        self.sync = GradientSync(ownership, groups, mode or SyncMode(), partial(_named, weakref.ref(self)))
+        self.follows_optimizers = False
+        """Whether a step of an optimizer is followed by what replicas exchange then."""
+        self.shows_gradients = False
+        """Whether this rank sees the gradients of parameters that other replicas update, until the update."""
+        follow_optimizers(self, root, divides=self.divides_updates)
         self._fresh: dict[str, torch.Tensor] = {}
         """Reduced gradients of the last step."""
         self._unreduced: dict[str, torch.Tensor] = {}
@@ -101,15 +118,62 @@ class StageParameters:
         clipped = [p for p in self.named().values() if id(p) in wanted]
         counted = [p for p in self._counted() if id(p) in wanted]
         with guarded(self._groups):
-            return clip_grad_norm(counted, clipped, max_norm, self._groups, self._device)
+            return clip_grad_norm(counted, clipped, max_norm, self._with_gradients, self._device)
 
     def norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients of the model. Every stage must call it."""
         with guarded(self._groups):
-            return gradient_norm(self._counted(), self._groups, self._device)
+            return gradient_norm(self._counted(), self._with_gradients, self._device)
+
+    @property
+    def _with_gradients(self) -> dist.ProcessGroup | None:
+        """The ranks that have the gradients of the model together; None: this rank has all of them."""
+        if self._groups is None:
+            return None
+        if self.sync.owners is not None:
+            return self._groups.world
+        return self._groups.pipeline if self._groups.mesh.stages > 1 else None
 
     def _counted(self) -> list[nn.Parameter]:
-        """Return the parameters that this stage contributes to a sum over the model: those with their home here."""
+        """Return the parameters that this rank contributes to a sum over the model: those with their home here."""
         held = self.named()
         homed = set(held) if self._groups is None else set(self._ownership.homed_at(self._groups.stage))
-        return [parameter for name, parameter in held.items() if name in homed]
+        others = self.updated_elsewhere
+        return [parameter for name, parameter in held.items() if name in homed and id(parameter) not in others]
+
+    # ---- updates
+
+    @property
+    def updated_elsewhere(self) -> set[int]:
+        """The parameters of this stage that other replicas update, which have their optimizer states, by identity."""
+        return self.sync.owners.elsewhere() if self.sync.owners is not None else set()
+
+    @property
+    def divides_updates(self) -> bool:
+        """Whether the replicas of this job have different optimizer states."""
+        return self.sync.owners is not None
+
+    def show_gradients(self) -> None:
+        """Give all replicas the gradients in `.grad` of the parameters that others update. All replicas must call it."""
+        if self.sync.owners is not None:
+            with guarded(self._groups):
+                self.sync.owners.show_gradients()
+
+    def hide_gradients(self) -> None:
+        """Remove the gradients of parameters that other replicas update, so that optimizers leave them out here."""
+        if self.sync.owners is not None:
+            self.sync.owners.hide_gradients()
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Send what an optimizer has changed from its owners to all replicas. All replicas must call it."""
+        owners = self.sync.owners
+        if owners is not None and self.follows_optimizers:
+            with guarded(self._groups):
+                owners.send_parameters(p for group in optimizer.param_groups for p in group["params"])
+            drop_states(optimizer, owners.elsewhere())
+
+
+def _named(reference: weakref.ref[StageParameters]) -> Mapping[str, nn.Parameter]:
+    """Return the parameters of a stage that is not kept alive by this."""
+    living = reference()
+    return living.named() if living is not None else {}

@@ -20,7 +20,6 @@ from pipepart.runtime.batch_norm import BatchStatistics
 from pipepart.runtime.chunked_step import ChunkedStep, StageInputs, TailRun
 from pipepart.runtime.deferred import defer_weights
 from pipepart.runtime.executor import Executor, PreparedBatch, StageChunks, StepWork
-from pipepart.runtime.gradients import ReplicaMean
 from pipepart.runtime.mailbox import Routes
 from pipepart.runtime.meeting import reduce_numbers
 from pipepart.runtime.microbatch import (
@@ -33,6 +32,7 @@ from pipepart.runtime.microbatch import (
 )
 from pipepart.runtime.randomness import seeded
 from pipepart.runtime.series import batches_together, joined
+from pipepart.runtime.sync import BucketedSync
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport, broadcast, share
 from pipepart.samples.batch_numbers import Window, open_window
@@ -137,7 +137,7 @@ class Program:
         request: StepRequest,
         batch: PreparedBatch,
         loss_scale: float = 1.0,
-        mean: ReplicaMean | None = None,
+        sync: BucketedSync | None = None,
         trace: Trace | None = None,
     ) -> StepResult:
         """Run all micro-batches of a prepared batch."""
@@ -150,7 +150,7 @@ class Program:
             seeded(partial(mix, key), self._device) if key is not None else nullcontext() as seed,
         ):
             scales = tuple(weight * loss_scale for weight in weights)
-            work = StepWork(batch, scales, context, mean=mean, trace=trace, tail=tail, seed=seed)
+            work = StepWork(batch, scales, context, sync=sync, trace=trace, tail=tail, seed=seed)
             outputs = self._executor.run(self._schedule(len(sizes), forward=not train), work)
         if self._tail is not None:
             self._send_buffers(self._tail)

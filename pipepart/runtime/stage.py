@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -74,9 +74,9 @@ class Steps:
             self._position += 1
             earlier, new = self._accumulation.add(batch.denominator, request.continues, batch.batches)
             gradients.scale_earlier(earlier)
-            mean = sync.mean if request.reduce else None
+            replicas = sync.replicas if request.reduce else None
             with self._shared(program, batch):
-                result = program.run(request, batch, request.loss_scale * new, mean, trace)
+                result = program.run(request, batch, request.loss_scale * new, replicas, trace)
             if request.reduce:
                 sync.reduce(gradients.parameters, trace)
             if trace is not None:
@@ -147,7 +147,7 @@ class StageRuntime:
             if groups is not None and plan.stages > 1:
                 transport = choose_transport(options.transport, groups, self.device, options.timeout)
                 transports = transport, control_of(transport)
-            self.parameters = StageParameters(self.root, self.ownership, groups, self.device)
+            self.parameters = StageParameters(self.root, self.ownership, groups, self.device, options.sync_mode)
         self._transport = transports[0] if transports is not None else None
         released_with(self, _close, transports or (), self.parameters.sync.groups)
         one_clock = transports is None or not isinstance(transports[1], GroupTransport)
@@ -254,6 +254,18 @@ class StageRuntime:
         return self.parameters.norm()
 
     # ---- the whole model
+
+    @contextmanager
+    def gathered(self, gradients: bool = False) -> Iterator[None]:
+        """Hold all values (and gradients) on every rank inside; see `Parts.gathered`. All ranks must enter it together."""
+        if gradients:
+            self.parameters.show_gradients()
+        try:
+            with self.parts.gathered(gradients):
+                yield
+        finally:
+            if gradients and not self.parameters.shows_gradients:
+                self.parameters.hide_gradients()
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return all parameters and buffers by full name on rank 0, and an empty dict elsewhere. All ranks must call it."""

@@ -22,8 +22,11 @@ from tools.bench.faults.trained_job import Trained
         Fault("communication", "kill", 0, 2, "group", limit=60.0),
         Fault("communication", "raise", 3, 4, "shared_memory", limit=60.0),
         Fault("backward", "raise", 0, 4, "group", limit=60.0),
+        Fault("gradients", "kill", 2, 4, "group", limit=60.0, sync="sharded"),
+        Fault("parameters", "kill", 1, 4, "group", limit=60.0, sync="sharded"),
+        Fault("parameters", "raise", 3, 4, "group", limit=60.0, sync="master"),
     ],
-    ids=lambda fault: f"{fault.how} in {fault.where}",
+    ids=lambda fault: f"{fault.how} in {fault.where}{'' if fault.sync == 'mean' else f' of {fault.sync}'}",
 )
 def test_all_ranks_end_and_name_the_cause(fault: Fault) -> None:
     context = multiprocessing.get_context("forkserver")

@@ -13,7 +13,7 @@ from support.reference import assert_close, reference_step
 
 import pipepart
 from pipepart import PipelineStrategy
-from pipepart.runtime.gradients import ReplicaMean
+from pipepart.runtime.sync import ReplicaMean
 
 SLOW = pytest.mark.slow
 QUIET = {

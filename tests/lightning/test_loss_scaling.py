@@ -101,9 +101,9 @@ class Overflow(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, fused=self.fused)
 
 
-def _fit(fused: bool) -> list[Any]:
+def _fit(fused: bool, sync: str) -> list[Any]:
     module = Overflow(fused)
-    strategy = PipelineStrategy(stages=2, replicas=2, microbatches=2, schedule="1f1b", split_at=["second"])
+    strategy = PipelineStrategy(stages=2, replicas=2, microbatches=2, schedule="1f1b", split_at=["second"], sync=sync)
     options: dict[str, Any] = {**QUIET, "plugins": [_plugin()], "max_epochs": 1, "accumulate_grad_batches": 2}
     if not fused:
         options["gradient_clip_val"] = 1.0  # Lightning refuses it for fused optimizers
@@ -112,10 +112,10 @@ def _fit(fused: bool) -> list[Any]:
     return module.seen
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "sync"), [(False, "mean"), (True, "mean"), (False, "sharded"), (True, "master")])
 @pytest.mark.slow
-def test_one_decision_for_stages_and_replicas(fused: bool) -> None:
-    answers = run_ranks(4, _fit, fused)
+def test_one_decision_for_stages_and_replicas(fused: bool, sync: str) -> None:
+    answers = run_ranks(4, _fit, fused, sync)
     for rank, seen in enumerate(answers):
         assert [scale for _, scale in seen] == [64.0, 64.0, 64.0, 32.0, 32.0, 32.0], rank
         steps = [held for held, _ in seen]

@@ -108,6 +108,18 @@ def test_memory_makes_stages() -> None:
     assert all(memory.total <= parameters * 4 / 2.5 for memory in found.memory)
 
 
+def test_replicas_that_divide_updates_have_room_for_more() -> None:
+    """With 4 replicas a rank keeps half a number of Adam for each parameter, in place of two."""
+    options = {"cluster": cluster(), "batch_size": 64, "stages": 1, "replicas": 4, "cost": "analytic"}
+    memory = {sync: plan(Net(), example(), sync=sync, **options).memory[0] for sync in ("mean", "sharded", "master")}
+    assert memory["sharded"].optimizer == memory["mean"].optimizer // 4 == memory["mean"].weights // 2
+    assert memory["master"] == memory["mean"]  # the plan is for the replica with most
+    whole = memory["mean"].total
+    with pytest.raises(PlanError, match="memory"):
+        plan(Net(), example(), memory_limit=whole * 0.9, recompute=False, **options)
+    plan(Net(), example(), memory_limit=whole * 0.9, recompute=False, sync="sharded", **options)
+
+
 @pytest.mark.slow
 def test_a_model_that_fits_nowhere() -> None:
     with pytest.raises(PlanError, match=r"does not fit on 4 device\(s\).*use devices="):

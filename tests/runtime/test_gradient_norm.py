@@ -49,7 +49,7 @@ def _clip(max_norm: float) -> tuple[float, dict[str, torch.Tensor]]:
     homes = {name: 0 if name in (tied, str(DTYPES[1])) else 1 for name in parameters}
     counted = [p for name, p in parameters.items() if homes[name] == groups.stage]
     held = {name: p for name, p in parameters.items() if homes[name] == groups.stage or name == tied}
-    norm = clip_grad_norm(counted, list(held.values()), max_norm, groups, CPU)
+    norm = clip_grad_norm(counted, list(held.values()), max_norm, groups.pipeline, CPU)
     return float(norm), {name: p.grad.to_dense() for name, p in held.items() if p.grad is not None}
 
 

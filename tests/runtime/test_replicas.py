@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 from support.reference import assert_close, reference_step
 from torch import nn
 
-from pipepart.runtime import gradients as module
+from pipepart.runtime.sync import ReplicaMean, buckets
 
 
 def _accumulated(name: str, stages: int) -> int:
@@ -73,7 +73,7 @@ class Branches(nn.Module):
 
 def _different_branches() -> dict:
     model = Branches()
-    mean = module.ReplicaMean(dist.group.WORLD, 2, {name: [0] for name, _ in model.named_parameters()}, set())
+    mean = ReplicaMean(dist.group.WORLD, 2, {name: [0] for name, _ in model.named_parameters()}, set())
     parameters = dict(model.named_parameters())
     mean.begin(parameters)
     with mean.last_backward(0):
@@ -94,10 +94,10 @@ def test_replicas_that_take_different_branches() -> None:
 
 def _sent_during_backward() -> list[int]:
     """With small buckets: how many had set off when the backward of the first layer began."""
-    module._MOST_BYTES = 200
+    buckets.MOST_BYTES = 200
     sizes = []
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    mean = module.ReplicaMean(dist.group.WORLD, 2, {name: [0] for name, _ in model.named_parameters()}, set())
+    mean = ReplicaMean(dist.group.WORLD, 2, {name: [0] for name, _ in model.named_parameters()}, set())
     mean.begin(dict(model.named_parameters()))
     model[0].register_full_backward_pre_hook(lambda *args: sizes.append(mean._next))
     with mean.last_backward(0):

@@ -71,6 +71,15 @@ LONG = {
     "tests/standin/test_standin_lightning.py::test_mixed_precision[16-mixed-False-None-1]",
     "tests/standin/test_standin_lightning.py::test_mixed_precision[16-mixed-True-None-1]",
     "tests/standin/test_standin_pipeline.py::test_models_of_a_library[llama]",
+    "tests/faults/test_every_place.py::test_all_ranks_end_and_name_the_cause[kill in gradients of sharded]",
+    "tests/faults/test_every_place.py::test_all_ranks_end_and_name_the_cause[raise in parameters of master]",
+    "tests/lightning/test_loss_scaling.py::test_one_decision_for_stages_and_replicas[True-master]",
+    "tests/lightning/test_sync_fit.py::test_each_rank_writes_the_states_that_it_has",
+    "tests/lightning/test_sync_fit.py::test_hooks_see_all_gradients_and_accumulated_batches_count",
+    "tests/runtime/test_sync_modes.py::test_equal_to_one_process[adagrad]",
+    "tests/runtime/test_sync_modes.py::test_equal_to_one_process[master]",
+    "tests/runtime/test_sync_modes.py::test_equal_to_one_process[nested]",
+    "tests/runtime/test_sync_modes.py::test_whole_gradients_and_compressed_ones",
     *(
         f"tests/recipes/test_recipes_train.py::test_two_replicas_of_two_stages[{recipe}]"
         for recipe in ("moe", "resnet", "rnn", "seq2seq", "unet")

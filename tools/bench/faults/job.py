@@ -20,7 +20,7 @@ _armed: list[Fault] = []
 @dataclass(frozen=True)
 class Fault:
     where: str
-    """``forward``, ``backward`` or ``communication``"""
+    """``forward``, ``backward``, ``communication``; between replicas: ``gradients`` or ``parameters``"""
     how: str
     """``raise``, ``kill`` or ``stop``"""
     rank: int
@@ -28,6 +28,12 @@ class Fault:
     transport: str
     limit: float
     """Seconds that a rank may wait for another."""
+    sync: str = "mean"
+    """How the replicas are kept in step; there are two if the fault is between them."""
+
+    @property
+    def stages(self) -> int:
+        return self.ranks // 2 if self.where in ("gradients", "parameters") else self.ranks
 
     def strike(self, note: str) -> None:
         with open(note, "w") as file:
@@ -95,15 +101,35 @@ def _train(rank: int, folder: str, fault: Fault) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x).square().mean()
 
-    cuts = [f"layers.{index}" for index in range(1, fault.ranks)]
-    pipe = Pipeline(Model(), (torch.randn(8, 32),), stages=fault.ranks, microbatches=4, schedule="1f1b", slack=0,
-                    split_at=cuts, transport=fault.transport, timeout=fault.limit)  # fmt: skip
+    cuts = [f"layers.{index}" for index in range(1, fault.stages)]
+    pipe = Pipeline(Model(), (torch.randn(8, 32),), stages=fault.stages, microbatches=4, schedule="1f1b", slack=0,
+                    split_at=cuts, transport=fault.transport, timeout=fault.limit, sync=fault.sync)  # fmt: skip
+    optimizer = torch.optim.AdamW(pipe.parameters())
     for step in range(6):
         if step == _STEP and rank == fault.rank:
             _armed.append(fault)
             if fault.where == "communication":
                 _trip_sends(pipe, note, fault)
+            elif fault.where in ("gradients", "parameters"):
+                _trip_replicas(note, fault)
         pipe.step(torch.randn(8, 32))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _trip_replicas(note: str, fault: Fault) -> None:
+    """The fault comes in the next exchange of gradients, or of parameters, between replicas."""
+    import torch.distributed as dist
+
+    for name in ("all_reduce", "reduce") if fault.where == "gradients" else ("broadcast",):
+        original = getattr(dist, name)
+
+        def struck(*args: Any, original: Any = original, **given: Any) -> Any:
+            if given.get("async_op"):
+                fault.strike(note)
+            return original(*args, **given)
+
+        setattr(dist, name, struck)
 
 
 def _trip_sends(pipe: Any, note: str, fault: Fault) -> None:

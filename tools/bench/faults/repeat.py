@@ -19,27 +19,32 @@ __all__ = ["once", "repeat"]
 ALLOWED = 10.0  # seconds from the fault to the end of every rank; for a stopped one the time limit comes on top
 STOP_LIMIT = 5.0  # seconds: the time limit of jobs with a stopped rank, short so that many can be tried
 HANG = 60.0
+_BETWEEN = (("gradients", "mean"), ("gradients", "sharded"), ("parameters", "sharded"), ("parameters", "master"))
+"""Exchanges between replicas, and the modes in which they are tried."""
 
 
 def repeat(repetitions: int = 100) -> tuple[str, bool]:
     """The table, and whether every job ended in time with its cause named and nothing left behind."""
     places = ("forward", "backward", "communication")
-    cases = list(itertools.product(("raise", "kill", "stop"), places, (2, 4), ("shared_memory", "group")))
+    ways = ("raise", "kill", "stop")
+    cases = [(*case, "mean") for case in itertools.product(ways, places, (2, 4), ("shared_memory", "group"))]
+    cases += [(how, where, 4, "group", sync) for how in ways for where, sync in _BETWEEN]
     chance = random.Random(0)
-    slowest: dict[tuple[str, str, int, str], list[float]] = defaultdict(list)
+    slowest: dict[tuple[str, str, int, str, str], list[float]] = defaultdict(list)
     wrong: list[str] = []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "pipepart"])
-    for number, (how, where, ranks, transport) in zip(range(repetitions), itertools.cycle(cases)):
-        fault = Fault(where, how, chance.randrange(ranks), ranks, transport, STOP_LIMIT if how == "stop" else 60.0)
+    for number, (how, where, ranks, transport, sync) in zip(range(repetitions), itertools.cycle(cases)):
+        limit = STOP_LIMIT if how == "stop" else 60.0
+        fault = Fault(where, how, chance.randrange(ranks), ranks, transport, limit, sync)
         took, problems = once(context, fault)
-        slowest[how, where, ranks, transport].append(took)
+        slowest[how, where, ranks, transport, sync].append(took)
         wrong += [f"{number}: {fault}: {problem}" for problem in problems]
-        what = f"{how:6} in {where:14} rank {fault.rank} of {ranks} {transport:14}"
+        what = f"{how:6} in {where:14} rank {fault.rank} of {ranks} {transport:14} {sync:8}"
         print(f"{number + 1:4} {what} {took:5.1f} s {'; '.join(problems)}", flush=True)
-    lines = [f"{'fault':6} {'where':14} {'ranks':>5} {'transport':14} {'times':>5} {'slowest end':>11}"]
-    for (how, where, ranks, transport), times in sorted(slowest.items()):
-        lines.append(f"{how:6} {where:14} {ranks:5} {transport:14} {len(times):5} {max(times):9.1f} s")
+    lines = [f"{'fault':6} {'where':14} {'ranks':>5} {'transport':14} {'sync':8} {'times':>5} {'slowest end':>11}"]
+    for (how, where, ranks, transport, sync), times in sorted(slowest.items()):
+        lines.append(f"{how:6} {where:14} {ranks:5} {transport:14} {sync:8} {len(times):5} {max(times):9.1f} s")
     lines.append(
         f"{repetitions} jobs, {len(wrong)} problems; a stopped rank is found by the time limit of {STOP_LIMIT:.0f} s"
     )

@@ -1,0 +1,1 @@
+"""The modes of `sync` side by side, and against one process."""
