@@ -19,6 +19,7 @@ _COMMANDS = {
     "plan": "plan a recipe, or any module, for this machine or for a cluster; starts no process",
     "verify": "compare a pipeline with one process on the whole batch: loss, logs, gradients; trains nothing",
     "view": "make the HTML page of a plan, a trace or a run folder",
+    "export": "write the network of a checkpoint as ONNX, safetensors, a folder of transformers or a pt2 program, compared",
     "bench": "time a recipe at several shapes and schedules, side by side",
     "recipes": "list the recipes",
     "doctor": "check the installation, devices, backends, ports and shared memory, with a remedy for each problem",
@@ -205,6 +206,42 @@ def _view(words: list[str]) -> int:
     return 0
 
 
+def _export(words: list[str]) -> int:
+    parser = _parser(
+        "export",
+        "  pipepart export outputs/latest --to onnx\n"
+        "  pipepart export outputs/latest/checkpoints/last.ckpt --to onnx --quantize int8 -o model.onnx\n"
+        "  pipepart export somewhere.ckpt --to pt2 recipe=gpt model.width=256\n"
+        "  pipepart export somewhere.ckpt --to onnx --class my_package.models:MyLightningModule\n\n"
+        "CHECKPOINT is a file, a sharded folder, or the folder of a run.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a plain or sharded checkpoint, or the folder of a run")
+    parser.add_argument(
+        "overrides", nargs="*", help="the configuration (default: config.yaml of the run); allow=[package]"
+    )
+    parser.add_argument("--to", required=True, help="onnx, safetensors, hf or pt2")
+    parser.add_argument("--quantize", help="weights in fewer bits: int8 or int4")
+    parser.add_argument("-o", "--output", type=Path, help="what is written (default: beside the checkpoint)")
+    parser.add_argument(
+        "--class", dest="named", metavar="MODULE:NAME",
+        help="the LightningModule class of the checkpoint, or a function that returns (module, example arguments)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--module", metavar="PATH", help="the submodule to export (default: the one that the steps call)"
+    )
+    parser.add_argument(
+        "--config-dir", dest="extra", type=Path, help="a folder with your own recipes, with the layout of conf/"
+    )
+    parser.add_argument(
+        "--trust-checkpoint", dest="trusted", action="store_true",
+        help="read objects of other classes in the checkpoint, which can run code",
+    )  # fmt: skip
+    given = parser.parse_intermixed_args(words)
+    from pipepart.cli.exporting import export
+
+    return export(**{name: value for name, value in vars(given).items() if name != "help"})
+
+
 def _bench(words: list[str]) -> int:
     if words[:1] == ["schedules"]:
         from pipepart.cli.bench import bench_schedules
@@ -273,6 +310,7 @@ _RUN = {
     "plan": _plan,
     "verify": _verify,
     "view": _view,
+    "export": _export,
     "bench": _bench,
     "recipes": _recipes,
     "doctor": _doctor,

@@ -53,6 +53,10 @@ LONG = {
     "tests/standin/test_standin_lightning.py::test_mixed_precision[16-mixed-True-None-1]",
     "tests/standin/test_standin_pipeline.py::test_models_of_a_library[llama]",
     *(
+        f"tests/export/test_export_formats.py::test_onnx_equals_torch_and_int8_is_small[{recipe}]"
+        for recipe in ("llama_hf", "vit", "resnet", "unet", "seq2seq")
+    ),
+    *(
         f"tests/recipes/test_recipes_train.py::test_two_replicas_of_two_stages[{recipe}]"
         for recipe in ("moe", "resnet", "rnn", "seq2seq", "unet")
     ),

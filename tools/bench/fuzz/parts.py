@@ -23,6 +23,8 @@ from pipepart.cost import cache, this_machine
 from pipepart.cost.cluster import load_cluster
 from pipepart.cost.given import read_graph
 from pipepart.cost.op_costs import OpCosts, read_costs, write_costs
+from pipepart.export import read_weights
+from pipepart.export.narrow_weights import narrowed
 from pipepart.lightning.checkpoint_files import Content, verify
 from pipepart.lightning.safetensors_weights import INDEX, SafetensorsWeights
 from pipepart.lightning.strategy_options import StrategyOptions
@@ -170,8 +172,19 @@ def _reader_parts(folder: Path) -> list[Part]:
         _reader("reason of a rank", 15, logs / "failure-rank1.json", reason, lambda _: _shown_reasons(logs)),
         _reader("index of weights", 10, weights / INDEX, _INDEX, lambda _: list(SafetensorsWeights(weights).values())),
         _reader("weights", 10, folder / "w.safetensors", content, lambda p: list(SafetensorsWeights(p).values())),
+        _reader("exported weights", 10, folder / "exported.safetensors", _exported(), read_weights),
         _reader("result", 15, folder / "result.json", {"metrics": {"loss": 1.0}}, lambda _: read_result(folder)),
     ]  # fmt: skip
+
+
+def _exported() -> bytes:
+    """A file as `pipepart export --to safetensors --quantize int4` writes it."""
+    found = narrowed(torch.ones(16, 16), 4)
+    told = {
+        "pipepart.tied": json.dumps({"b": "a"}),
+        "pipepart.narrow": json.dumps({"a": {"bits": 4, "shape": [16, 16]}}),
+    }
+    return safetensors_bytes({"a.codes": found.codes, "a.scale": found.scale}, metadata=told)
 
 
 class _Loss(torch.nn.Module):

@@ -1,0 +1,72 @@
+"""A model of the transformers library as a folder that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipepart.export.network import CannotExport, Network
+
+__all__ = ["is_library_model", "open_folder", "save_tokenizer", "write_folder"]
+
+
+def is_library_model(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers, or one with adapters of peft."""
+    return isinstance(module, _kinds("transformers", "PreTrainedModel") + _kinds("peft", "PeftModel"))
+
+
+def _kinds(library: str, name: str) -> tuple[type, ...]:
+    """A class of a library; none if nothing has imported the library, so that no module can be of that class."""
+    if library not in sys.modules:
+        return ()
+    with suppress(ImportError, AttributeError):
+        return (getattr(sys.modules[library], name),)
+    return ()
+
+
+def write_folder(network: Network, target: Path, quantize: str | None) -> None:
+    """Write the configuration and the weights. Adapters are merged into the weights."""
+    model: Any = network.module
+    if not is_library_model(model):
+        raise CannotExport(
+            f"{type(model).__name__} is not a model of the transformers library, so --to hf cannot write it; use onnx, pt2 or "
+            "safetensors"
+        )
+    if quantize is not None:
+        raise CannotExport(
+            f"--to hf takes no --quantize {quantize}: from_pretrained quantizes a folder when it loads it"
+        )
+    if isinstance(model, _kinds("peft", "PeftModel")):
+        model = deepcopy(model).merge_and_unload()
+    model.save_pretrained(target)
+
+
+def save_tokenizer(owners: Iterable[Any], target: Path) -> bool:
+    """Write the tokenizer that one of the objects has as its attribute; whether there was one."""
+    for owner in owners:
+        tokenizer = getattr(owner, "tokenizer", None)
+        if callable(getattr(tokenizer, "save_pretrained", None)):
+            tokenizer.save_pretrained(target)
+            return True
+    return False
+
+
+def open_folder(network: Network, target: Path) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
+    """The model that `from_pretrained` of its class loads from the folder, in the place of the original."""
+    model: Any = network.module
+    kind = type(model.get_base_model() if isinstance(model, _kinds("peft", "PeftModel")) else model)
+    function: Any = deepcopy(network.function)
+    function.network = kind.from_pretrained(target, local_files_only=True).eval()
+
+    def run(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return tuple(function(*values))
+
+    return run
