@@ -20,6 +20,7 @@ _COMMANDS = {
     "verify": "compare a pipeline with one process on the whole batch: loss, logs, gradients; trains nothing",
     "view": "make the HTML page of a plan, a trace or a run folder",
     "export": "write the network of a checkpoint as ONNX, safetensors, a folder of transformers or a pt2 program, compared",
+    "predict": "the outputs of a checkpoint's network for a file of inputs, in the order of its rows",
     "bench": "time a recipe at several shapes and schedules, side by side",
     "recipes": "list the recipes",
     "doctor": "check the installation, devices, backends, ports and shared memory, with a remedy for each problem",
@@ -206,7 +207,12 @@ def _view(words: list[str]) -> int:
     return 0
 
 
+_OVERRIDES = "the configuration (default: config.yaml of the run); allow=[package]"
+
+
 def _export(words: list[str]) -> int:
+    from pipepart.cli.saved_networks import Request, add_request
+
     parser = _parser(
         "export",
         "  pipepart export outputs/latest --to onnx\n"
@@ -216,30 +222,37 @@ def _export(words: list[str]) -> int:
         "CHECKPOINT is a file, a sharded folder, or the folder of a run.",
     )
     parser.add_argument("checkpoint", type=Path, help="a plain or sharded checkpoint, or the folder of a run")
-    parser.add_argument(
-        "overrides", nargs="*", help="the configuration (default: config.yaml of the run); allow=[package]"
-    )
+    parser.add_argument("overrides", nargs="*", help=_OVERRIDES)
     parser.add_argument("--to", required=True, help="onnx, safetensors, hf or pt2")
     parser.add_argument("--quantize", help="weights in fewer bits: int8 or int4")
     parser.add_argument("-o", "--output", type=Path, help="what is written (default: beside the checkpoint)")
-    parser.add_argument(
-        "--class", dest="named", metavar="MODULE:NAME",
-        help="the LightningModule class of the checkpoint, or a function that returns (module, example arguments)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--module", metavar="PATH", help="the submodule to export (default: the one that the steps call)"
-    )
-    parser.add_argument(
-        "--config-dir", dest="extra", type=Path, help="a folder with your own recipes, with the layout of conf/"
-    )
-    parser.add_argument(
-        "--trust-checkpoint", dest="trusted", action="store_true",
-        help="read objects of other classes in the checkpoint, which can run code",
-    )  # fmt: skip
-    given = parser.parse_intermixed_args(words)
+    add_request(parser)
+    given = vars(parser.parse_intermixed_args(words))
     from pipepart.cli.exporting import export
 
-    return export(**{name: value for name, value in vars(given).items() if name != "help"})
+    return export(Request.taken(given), given["to"], given["quantize"], given["output"])
+
+
+def _predict(words: list[str]) -> int:
+    from pipepart.cli.saved_networks import Request, add_request
+
+    parser = _parser(
+        "predict",
+        "  pipepart predict outputs/latest points.csv                      points-predictions.csv\n"
+        "  pipepart predict outputs/latest codes.safetensors -o scores.safetensors --batch 256\n"
+        "  pipepart predict mine.ckpt rows.jsonl --class my_package.models:MyLightningModule\n\n"
+        "FILE has one row for each prediction: csv, jsonl, npy or safetensors (docs/predict.md).",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a plain or sharded checkpoint, or the folder of a run")
+    parser.add_argument("file", type=Path, help="the inputs: csv, jsonl, npy or safetensors")
+    parser.add_argument("overrides", nargs="*", help=_OVERRIDES)
+    parser.add_argument("-o", "--output", type=Path, help="csv, jsonl, npy or safetensors (default: beside FILE)")
+    parser.add_argument("--batch", type=int, default=64, help="rows that are computed together (default 64)")
+    add_request(parser)
+    given = vars(parser.parse_intermixed_args(words))
+    from pipepart.cli.predicting import predict
+
+    return predict(Request.taken(given), given["file"], given["output"], given["batch"])
 
 
 def _bench(words: list[str]) -> int:
@@ -311,6 +324,7 @@ _RUN = {
     "verify": _verify,
     "view": _view,
     "export": _export,
+    "predict": _predict,
     "bench": _bench,
     "recipes": _recipes,
     "doctor": _doctor,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,21 @@ def write_folder(network: Network, target: Path, quantize: str | None) -> None:
         )
     if isinstance(model, _kinds("peft", "PeftModel")):
         model = deepcopy(model).merge_and_unload()
-    model.save_pretrained(target)
+    with _without_bars():
+        model.save_pretrained(target)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers."""
+    said: Any = import_module("transformers.utils.logging")
+    shown = said.is_progress_bar_enabled()
+    said.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            said.enable_progress_bar()
 
 
 def save_tokenizer(owners: Iterable[Any], target: Path) -> bool:
@@ -63,7 +78,8 @@ def open_folder(network: Network, target: Path) -> Callable[[Sequence[torch.Tens
     model: Any = network.module
     kind = type(model.get_base_model() if isinstance(model, _kinds("peft", "PeftModel")) else model)
     function: Any = deepcopy(network.function)
-    function.network = kind.from_pretrained(target, local_files_only=True).eval()
+    with _without_bars():
+        function.network = kind.from_pretrained(target, local_files_only=True).eval()
 
     def run(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():

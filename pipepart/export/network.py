@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,9 +160,9 @@ def part_of(root: nn.Module, path: str | None, wanted: Callable[[nn.Module], boo
 
 
 def _has_forward(module: nn.Module) -> bool:
-    with suppress(AttributeError):
-        return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
-    return False
+    """Whether a class has a forward of its own; those of torch and Lightning without one raise."""
+    home = str(getattr(getattr(type(module), "forward", None), "__module__", ""))
+    return not home.startswith(("torch.nn.modules.module", "lightning.pytorch.core", "pytorch_lightning.core"))
 
 
 def _rows_of(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -139,7 +139,7 @@ def test_what_cannot_be_exported_is_refused_by_name(tmp_path: Path) -> None:
         export_network(network, "hf", tmp_path / "chosen-hf")
     with pytest.raises(CannotExport, match=r"--to hf takes no --quantize int8"):
         export_network(network, "hf", tmp_path / "chosen-hf", "int8")
+    half = Network.of(torch.nn.Linear(4, 4).bfloat16(), (torch.randn(8, 4).bfloat16(),), {})
     with pytest.raises(CannotExport, match=r"has weights in torch.bfloat16"):
-        half = Network.of(torch.nn.Linear(4, 4).bfloat16(), (torch.randn(8, 4).bfloat16(),), {})
         export_network(half, "onnx", tmp_path / "half.onnx")
     assert list(tmp_path.iterdir()) == []
