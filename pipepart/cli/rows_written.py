@@ -117,6 +117,7 @@ def written_rows(path: Path, names: Sequence[str]) -> Iterator[Writer]:
     """A writer; the file appears when the block ends without an error, and an earlier one stays otherwise."""
     check_output(path, names)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    writer: Writer
     try:
         if path.suffix in (".csv", ".jsonl"):
             with open(part, "w", newline="", encoding="utf-8") as file:

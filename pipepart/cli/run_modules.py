@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Loaded:
     """The data module of the run, set up, if there is one."""
     args: tuple[Any, ...] | None = None
     """The arguments of an example, if the user's class has one."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def config_of(checkpoint: Path, overrides: Sequence[str], extra: Path | None = None) -> dict[str, Any]:
@@ -91,12 +92,15 @@ def from_class(name: str, checkpoint: Mapping[str, Any], path: Path) -> Loaded:
             f"{name} cannot be built with the hyper-parameters of {path} ({', '.join(hyper) or 'it has none'}): {error}. "
             "Call save_hyperparameters() in the class, or give a function that returns (module, example arguments)"
         ) from error
-    if hasattr(module, "on_load_checkpoint"):
-        module.on_load_checkpoint(dict(checkpoint))
+    hook: Any = getattr(module, "on_load_checkpoint", None)
+    if callable(hook):
+        hook(dict(checkpoint))
     put_weights(module, checkpoint, path)
     example = getattr(module, "example_input_array", None)
     if example is None:
         return Loaded(module.eval())
+    if isinstance(example, Mapping):
+        return Loaded(module.eval(), None, (), dict(example))
     return Loaded(module.eval(), None, tuple(example) if isinstance(example, (tuple, list)) else (example,))
 
 

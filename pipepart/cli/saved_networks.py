@@ -74,7 +74,7 @@ def _network(loaded: Loaded, part: nn.Module) -> Network:
     if getattr(config, "use_cache", None):  # models of transformers return a cache, which is no tensor
         config.use_cache = False
     if loaded.args is not None and part is loaded.module:
-        return Network.of(part, loaded.args, {})
+        return Network.of(part, loaded.args, loaded.kwargs)
     if loaded.args is not None:
         raise ConfigError("--module is for recipes: the example arguments of --class belong to the module itself")
     if loaded.data is None:

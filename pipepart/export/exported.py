@@ -9,15 +9,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipepart.errors import ConfigError, did_you_mean
+from pipepart.errors import ConfigError, PipepartError, did_you_mean
 from pipepart.export.model_folder import is_library_model, open_folder, write_folder
 from pipepart.export.narrow_weights import BITS
-from pipepart.export.network import CannotExport, Network
+from pipepart.export.network import CannotExport, Network, refused
 from pipepart.export.onnx_file import open_onnx, write_onnx
 from pipepart.export.program_file import open_program, write_program
 from pipepart.export.weights_file import open_weights, write_weights
@@ -92,8 +93,11 @@ def export_network(
     and nothing is left under its name. `extras(path)` adds to what was written.
     """
     check_request(to, quantize)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from error
     try:
         kind, rows = FORMATS[to], [network.rows(count) for count in _ROWS]
         expected = [network(values) for values in rows]
@@ -104,16 +108,32 @@ def export_network(
             written = scratch / (bits or "full") / target.name
             written.parent.mkdir()
             kind.write(network, written, bits)
-            runs[f"{to} {bits}" if bits else to] = _bytes_of(written.parent), _opened(kind, network, written)
-        differences = {name: _differences(name, run, rows, expected) for name, (_, run) in runs.items()}
+            opened = _tried(network, to, partial(_opened, kind, network, written))
+            runs[f"{to} {bits}" if bits else to] = _bytes_of(written.parent), opened
+        differences = {
+            name: _tried(network, name, partial(_differences, name, run, rows, expected))
+            for name, (_, run) in runs.items()
+        }
         _check_equal(network, to, runs[to][1], rows, expected)
         seconds = _latencies({name: run for name, (_, run) in runs.items()}, network.rows(4))
         if extras is not None:
             extras(written)
         _put(written.parent, target.parent)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return [Compared(name, size, seconds[name], *differences[name]) for name, (size, _) in runs.items()]
+
+
+def _tried(network: Network, who: str, action: Callable[[], Any]) -> Any:
+    """Do something with what was written; errors of the library that runs it refuse the export."""
+    try:
+        return action()
+    except (PipepartError, OSError):
+        raise
+    except Exception as error:
+        raise refused(network, who, error) from error
 
 
 def _opened(kind: Format, network: Network, written: Path) -> Run:

@@ -77,9 +77,8 @@ class Network:
         function = _Function(module, leaves, form, places).eval()
         for place, tensor in zip(places, example):
             function._leaves[place] = tensor
-        with torch.no_grad():
-            given_args, given_kwargs = _pytree.tree_unflatten(function._leaves, form)
-            outputs = tuple(name for name, _ in outputs_of(module(*given_args, **given_kwargs)))
+        given_args, given_kwargs = _pytree.tree_unflatten(function._leaves, form)
+        outputs = tuple(name for name, _ in outputs_of(_called(module, given_args, given_kwargs)))
         inputs = tuple(name for name, _ in named_leaves(module, given_args, given_kwargs))
         for place in places:
             function._leaves[place] = None  # only the form is kept
@@ -103,6 +102,16 @@ class Network:
                 return torch.export.export(self.function, self.example, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             raise refused(self, "torch.export", error) from error
+
+
+def _called(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        with torch.no_grad():
+            return module(*args, **kwargs)
+    except Exception as error:
+        raise CannotExport(
+            f"{type(module).__name__} fails with {_ROWS} rows of the example: {type(error).__name__}: {error}"
+        ) from error
 
 
 def refused(network: Network, who: str, error: BaseException) -> CannotExport:

@@ -109,7 +109,10 @@ def _quantized(model: Any, target: Path, quantize: str) -> Any:
         import onnx
 
         onnx.save(model, target)
-        quantize_dynamic(target, target, op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8)
+        # Unsigned: sums of products of signed weights overflow on processors without the instructions for them.
+        quantize_dynamic(
+            target, target, op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QUInt8
+        )
         model = onnx.load(target)
     else:
         changed = ONNXModel(model)

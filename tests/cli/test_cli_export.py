@@ -82,7 +82,7 @@ def test_a_run_folder_and_a_copy_of_its_checkpoint(tmp_path: Path, capsys) -> No
         found = exported(*words)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert "points" not in capsys.readouterr().out  # the input of Sequential.forward is called input
+    assert "input float32 [batch, 2]" in capsys.readouterr().out  # as the parameter of Sequential.forward
     (tmp_path / "elsewhere.ckpt").write_bytes((tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes())
     assert "there is no config.yaml of a run" in refusal(capsys, "elsewhere.ckpt", "--to", "pt2")
     assert exported("elsewhere.ckpt", *SMALL).keys() == expected.keys()

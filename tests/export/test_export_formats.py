@@ -101,7 +101,7 @@ def test_a_program_runs_without_the_code_of_the_model(tmp_path: Path, quantize: 
     given = torch.randint(200, (5, 16))
     (found,) = program(given)
     expected = module.model(given)
-    assert (found - expected).abs().max() < (1e-5 if not quantize else 0.3 * expected.std())
+    assert (found - expected).abs().mean() < (1e-5 if not quantize else 0.3 * expected.std())
 
 
 class Counting(torch.nn.Module):
