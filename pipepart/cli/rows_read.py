@@ -182,7 +182,7 @@ def _typed(values: torch.Tensor, given: Input, where: str) -> torch.Tensor:
     """Values in the dtype of an input. Numbers with a fraction are not rounded to whole ones."""
     whole = not given.dtype.is_floating_point and not given.dtype.is_complex
     if whole and (values.is_floating_point() or values.is_complex()):
-        raise ConfigError(f"{where}: {given.name} takes whole numbers ({given.dtype}), got {values.dtype}")
+        raise ConfigError(f"{where} takes whole numbers ({given.dtype}), got {values.dtype}")
     return values.to(given.dtype)
 
 
