@@ -79,14 +79,14 @@ def from_class(name: str, checkpoint: Mapping[str, Any], path: Path) -> Loaded:
         made = found()
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
             raise ConfigError(f"{name} returned {type(made).__name__}; expected (module, tuple of example arguments)")
-        module, given = made
-        put_weights(module, checkpoint, path)
-        return Loaded(module.eval(), None, tuple(given) if isinstance(given, (tuple, list)) else (given,))
+        part, given = made
+        put_weights(part, checkpoint, path)
+        return Loaded(part.eval(), None, tuple(given) if isinstance(given, (tuple, list)) else (given,))
     if not issubclass(found, nn.Module):
         raise ConfigError(f"{name} is {found.__name__}; expected a class of modules, or a function")
     hyper = _hyper_parameters(found, checkpoint)
     try:
-        module = found(**hyper)
+        module: Any = found(**hyper)
     except TypeError as error:
         raise ConfigError(
             f"{name} cannot be built with the hyper-parameters of {path} ({', '.join(hyper) or 'it has none'}): {error}. "

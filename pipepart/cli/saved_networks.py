@@ -70,7 +70,7 @@ def saved_network(request: Request, wanted: Callable[[nn.Module], bool] | None =
 
 def _network(loaded: Loaded, part: nn.Module) -> Network:
     """The network with the inputs of an example: the user's, or those that a step passes to it."""
-    config = getattr(part, "config", None)
+    config: Any = getattr(part, "config", None)
     if getattr(config, "use_cache", None):  # models of transformers return a cache, which is no tensor
         config.use_cache = False
     if loaded.args is not None and part is loaded.module:

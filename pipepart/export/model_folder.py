@@ -20,16 +20,16 @@ __all__ = ["is_library_model", "open_folder", "save_tokenizer", "write_folder"]
 
 def is_library_model(module: nn.Module) -> bool:
     """Whether a module is a model of transformers, or one with adapters of peft."""
-    return isinstance(module, _kinds("transformers", "PreTrainedModel") + _kinds("peft", "PeftModel"))
+    return _is_a(module, "transformers", "PreTrainedModel") or _is_a(module, "peft", "PeftModel")
 
 
-def _kinds(library: str, name: str) -> tuple[type, ...]:
-    """A class of a library; none if nothing has imported the library, so that no module can be of that class."""
+def _is_a(module: Any, library: str, name: str) -> bool:
+    """Whether a module is of a class of a library; it cannot be if nothing has imported the library."""
     if library not in sys.modules:
-        return ()
+        return False
     with suppress(ImportError, AttributeError):
-        return (getattr(sys.modules[library], name),)
-    return ()
+        return isinstance(module, getattr(sys.modules[library], name))
+    return False
 
 
 def write_folder(network: Network, target: Path, quantize: str | None) -> None:
@@ -44,7 +44,7 @@ def write_folder(network: Network, target: Path, quantize: str | None) -> None:
         raise CannotExport(
             f"--to hf takes no --quantize {quantize}: from_pretrained quantizes a folder when it loads it"
         )
-    if isinstance(model, _kinds("peft", "PeftModel")):
+    if _is_a(model, "peft", "PeftModel"):
         model = deepcopy(model).merge_and_unload()
     with _without_bars():
         model.save_pretrained(target)
@@ -66,7 +66,7 @@ def _without_bars() -> Iterator[None]:
 def save_tokenizer(owners: Iterable[Any], target: Path) -> bool:
     """Write the tokenizer that one of the objects has as its attribute; whether there was one."""
     for owner in owners:
-        tokenizer = getattr(owner, "tokenizer", None)
+        tokenizer: Any = getattr(owner, "tokenizer", None)
         if callable(getattr(tokenizer, "save_pretrained", None)):
             tokenizer.save_pretrained(target)
             return True
@@ -76,7 +76,7 @@ def save_tokenizer(owners: Iterable[Any], target: Path) -> bool:
 def open_folder(network: Network, target: Path) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
     """The model that `from_pretrained` of its class loads from the folder, in the place of the original."""
     model: Any = network.module
-    kind = type(model.get_base_model() if isinstance(model, _kinds("peft", "PeftModel")) else model)
+    kind = type(model.get_base_model() if _is_a(model, "peft", "PeftModel") else model)
     function: Any = deepcopy(network.function)
     with _without_bars():
         function.network = kind.from_pretrained(target, local_files_only=True).eval()
