@@ -190,7 +190,8 @@ def _view(words: list[str]) -> int:
         "  pipepart view outputs/latest                          report.html beside the plan\n"
         "  pipepart view outputs/latest --text                   table and chart in this terminal\n"
         "  pipepart view plan.json --compare other.json -o both.html\n"
-        "  pipepart view outputs/latest --svg plan.svg --perfetto trace.json",
+        "  pipepart view outputs/latest --svg plan.svg --perfetto trace.json\n"
+        "  pipepart view --live outputs/latest                   the page of a running job, on this host only",
     )
     parser.add_argument("source", help="plan.json, trace.json, or the output folder of a run")
     parser.add_argument("-o", "--output", help="file of the page (default: report.html beside the source)")
@@ -200,10 +201,18 @@ def _view(words: list[str]) -> int:
     parser.add_argument("--svg", help="write the partition and its schedule as a picture")
     parser.add_argument("--theme", choices=["light", "dark"], default="light", help="colours of the picture")
     parser.add_argument("--perfetto", help="write a trace for ui.perfetto.dev")
-    given = parser.parse_args(words)
+    parser.add_argument("--live", action="store_true", help="serve the page of a running job until it ends")
+    parser.add_argument("--port", type=int, default=0, help="port of --live on 127.0.0.1 (default: one that is free)")
+    given = vars(parser.parse_args(words))
+    live, port, _ = (given.pop(name) for name in ("live", "port", "help"))
+    if live:
+        from pipepart.cli.live_server import serve_live
+
+        serve_live(given["source"], port)
+        return 0
     from pipepart.cli.view import view_files
 
-    view_files(**{name: value for name, value in vars(given).items() if name != "help"})
+    view_files(**given)
     return 0
 
 

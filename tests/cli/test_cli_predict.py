@@ -30,6 +30,7 @@ def refusal(capsys, *words: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_format_gives_the_rows_in_order(tmp_path: Path, capsys) -> None:
     module = saved_run(tmp_path / "run", *SMALL)
     points = torch.randn(23, 2)
@@ -57,6 +58,7 @@ def test_every_format_gives_the_rows_in_order(tmp_path: Path, capsys) -> None:
         assert torch.allclose(values.double(), expected.double(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_several_inputs_and_lengths(tmp_path: Path) -> None:
     module = saved_run(tmp_path / "run", "recipe=rnn", "model.layers=1", "model.width=16")
     words = [torch.randint(97, 103, (length,)) for length in (5, 5, 3, 9, 9, 9, 5)]
@@ -80,7 +82,7 @@ def test_wrong_files_are_refused_and_an_earlier_output_stays(tmp_path: Path, cap
     assert "line 2: x takes whole numbers" in said("a.jsonl", f"{row}\n{json.dumps([0.5] * 8)}")
     assert "line 1 is not JSON" in said("b.jsonl", "{")
     assert "expected numbers in lists of equal lengths" in said("c.jsonl", '[["a"], [1, 2]]')
-    assert "has y; expected x" in said("d.jsonl", json.dumps({"y": [1] * 8}))
+    assert "has 'y'; expected x" in said("d.jsonl", json.dumps({"y": [1] * 8}))
     assert "a row has 2 dimensions; expected 1" in said("e.jsonl", "[[1, 2]]")
     assert "GPT fails for the rows 2 to 2: IndexError" in said(
         "f.jsonl", f"{row}\n{json.dumps([999] * 8)}", "--batch", "1"
