@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env zoo-env lightning-env slurm train test test-fast test-long docs lint types format bench clean
+.PHONY: help env zoo-env lightning-env lightning25-env test-lightning25 slurm train test test-fast test-long docs lint types format bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -46,6 +46,23 @@ $(LIGHTNING)/.installed: pyproject.toml constraints.txt tools/bench/lightning/re
 	@touch $@
 
 lightning-env: $(LIGHTNING)/.installed ## make the environment for LightningModules of other libraries in .venv-lightning
+
+# The oldest version of Lightning that is supported, with all other versions of the constraints.
+OLDEST := .venv-lightning25
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	@test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	@echo "installing pipepart with Lightning 2.5 into $(OLDEST) (once)"
+	@grep -Ev '^(pytorch-)?lightning==' constraints.txt > $(OLDEST)/constraints.txt
+	@$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt torch
+	@$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c $(OLDEST)/constraints.txt -e ".[dev]" \
+	    "lightning==2.5.*" "pytorch-lightning==2.5.*"
+	@touch $@
+
+lightning25-env: $(OLDEST)/.installed ## make an environment with Lightning 2.5 in .venv-lightning25
+
+test-lightning25: $(OLDEST)/.installed ## run the tests of Lightning, without the long ones, with Lightning 2.5
+	@$(OLDEST)/bin/python -m pytest $(TOGETHER) -m "not long" tests/lightning $(ARGS)
 
 slurm: ## install the daemons of SLURM for tests on a real cluster (Debian, as root); then: python -m tools.slurm
 	@command -v slurmctld slurmd munged > /dev/null || \
@@ -88,4 +105,4 @@ bench: $(STAMP) ## run the benchmarks
 	@$(BIN)/python -m tools.bench $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(ZOO) $(LIGHTNING) build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(LIGHTNING) $(OLDEST) .venv-package build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,6 +29,7 @@ ORDER = [
     "report",
     "lightning",
     "ray",
+    "export",
     "cli",
 ]
 REPORT_READERS = {"lightning", "cli"}

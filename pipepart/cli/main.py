@@ -19,6 +19,8 @@ _COMMANDS = {
     "plan": "plan a recipe, or any module, for this machine or for a cluster; starts no process",
     "verify": "compare a pipeline with one process on the whole batch: loss, logs, gradients; trains nothing",
     "view": "make the HTML page of a plan, a trace or a run folder",
+    "export": "write the network of a checkpoint as ONNX, safetensors, a folder of transformers or a pt2 program, compared",
+    "predict": "the outputs of a checkpoint's network for a file of inputs, in the order of its rows",
     "bench": "time a recipe at several shapes and schedules, side by side",
     "recipes": "list the recipes",
     "doctor": "check the installation, devices, backends, ports and shared memory, with a remedy for each problem",
@@ -193,7 +195,8 @@ def _view(words: list[str]) -> int:
         "  pipepart view outputs/latest                          report.html beside the plan\n"
         "  pipepart view outputs/latest --text                   table and chart in this terminal\n"
         "  pipepart view plan.json --compare other.json -o both.html\n"
-        "  pipepart view outputs/latest --svg plan.svg --perfetto trace.json",
+        "  pipepart view outputs/latest --svg plan.svg --perfetto trace.json\n"
+        "  pipepart view --live outputs/latest                   the page of a running job, on this host only",
     )
     parser.add_argument("source", help="plan.json, trace.json, or the output folder of a run")
     parser.add_argument("-o", "--output", help="file of the page (default: report.html beside the source)")
@@ -203,11 +206,67 @@ def _view(words: list[str]) -> int:
     parser.add_argument("--svg", help="write the partition and its schedule as a picture")
     parser.add_argument("--theme", choices=["light", "dark"], default="light", help="colours of the picture")
     parser.add_argument("--perfetto", help="write a trace for ui.perfetto.dev")
-    given = parser.parse_args(words)
+    parser.add_argument("--live", action="store_true", help="serve the page of a running job until it ends")
+    parser.add_argument("--port", type=int, default=0, help="port of --live on 127.0.0.1 (default: one that is free)")
+    given = vars(parser.parse_args(words))
+    live, port, _ = (given.pop(name) for name in ("live", "port", "help"))
+    if live:
+        from pipepart.cli.live_server import serve_live
+
+        serve_live(given["source"], port)
+        return 0
     from pipepart.cli.view import view_files
 
-    view_files(**{name: value for name, value in vars(given).items() if name != "help"})
+    view_files(**given)
     return 0
+
+
+_OVERRIDES = "the configuration (default: config.yaml of the run); allow=[package]"
+
+
+def _export(words: list[str]) -> int:
+    from pipepart.cli.saved_networks import Request, add_request
+
+    parser = _parser(
+        "export",
+        "  pipepart export outputs/latest --to onnx\n"
+        "  pipepart export outputs/latest/checkpoints/last.ckpt --to onnx --quantize int8 -o model.onnx\n"
+        "  pipepart export somewhere.ckpt --to pt2 recipe=gpt model.width=256\n"
+        "  pipepart export somewhere.ckpt --to onnx --class my_package.models:MyLightningModule\n\n"
+        "CHECKPOINT is a file, a sharded folder, or the folder of a run.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a plain or sharded checkpoint, or the folder of a run")
+    parser.add_argument("overrides", nargs="*", help=_OVERRIDES)
+    parser.add_argument("--to", required=True, help="onnx, safetensors, hf or pt2")
+    parser.add_argument("--quantize", help="weights in fewer bits: int8 or int4")
+    parser.add_argument("-o", "--output", type=Path, help="what is written (default: beside the checkpoint)")
+    add_request(parser)
+    given = vars(parser.parse_intermixed_args(words))
+    from pipepart.cli.exporting import export
+
+    return export(Request.taken(given), given["to"], given["quantize"], given["output"])
+
+
+def _predict(words: list[str]) -> int:
+    from pipepart.cli.saved_networks import Request, add_request
+
+    parser = _parser(
+        "predict",
+        "  pipepart predict outputs/latest points.csv                      points-predictions.csv\n"
+        "  pipepart predict outputs/latest codes.safetensors -o scores.safetensors --batch 256\n"
+        "  pipepart predict mine.ckpt rows.jsonl --class my_package.models:MyLightningModule\n\n"
+        "FILE has one row for each prediction: csv, jsonl, npy or safetensors (docs/predict.md).",
+    )
+    parser.add_argument("checkpoint", type=Path, help="a plain or sharded checkpoint, or the folder of a run")
+    parser.add_argument("file", type=Path, help="the inputs: csv, jsonl, npy or safetensors")
+    parser.add_argument("overrides", nargs="*", help=_OVERRIDES)
+    parser.add_argument("-o", "--output", type=Path, help="csv, jsonl, npy or safetensors (default: beside FILE)")
+    parser.add_argument("--batch", type=int, default=64, help="rows that are computed together (default 64)")
+    add_request(parser)
+    given = vars(parser.parse_intermixed_args(words))
+    from pipepart.cli.predicting import predict
+
+    return predict(Request.taken(given), given["file"], given["output"], given["batch"])
 
 
 def _bench(words: list[str]) -> int:
@@ -278,6 +337,8 @@ _RUN = {
     "plan": _plan,
     "verify": _verify,
     "view": _view,
+    "export": _export,
+    "predict": _predict,
     "bench": _bench,
     "recipes": _recipes,
     "doctor": _doctor,

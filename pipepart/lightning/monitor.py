@@ -17,6 +17,7 @@ from pipepart.files import may_fail
 from pipepart.lightning.announce import tell
 from pipepart.lightning.artifacts import log_files
 from pipepart.lightning.binding import OwnCallback
+from pipepart.lightning.live_record import LiveRecord
 from pipepart.lightning.namespaces import either, loaded
 from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.lightning.remote_files import RemoteFile, is_remote
@@ -46,9 +47,10 @@ class PipelineMonitor(OwnCallback):
 
     All loggers of the trainer get the same figures, on rank 0. At the end, after the last checkpoint, `plan.json`,
     `graph.json`, `trace.json` and `report.html` are in `folder` (by default the trainer's log directory; an address such as
-    `s3://bucket/run` is possible); Weights & Biases has them as artifacts and the page as a panel. If a logger fails or a
-    file cannot be written, a warning names it, and the run continues without it. `title` is the title of the page (by
-    default the name of the module's class).
+    `s3://bucket/run` is possible); Weights & Biases has them as artifacts and the page as a panel. While the run lasts,
+    `live.json` and `trace.json` there are renewed (`pipepart view --live FOLDER`), unless the folder is an address. If a logger
+    fails or a file cannot be written, a warning names it, and the run continues without it. `title` is the title of the page
+    (by default the name of the module's class).
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PipelineMonitor(OwnCallback):
         self._address: str | None = None
         self._silenced: set[int] = set()
         self._untrace: Callable[[], None] = lambda: None
+        self._live: LiveRecord | None = None
 
     def writes_report(self, folder: Path) -> bool:
         """Whether this callback writes the report of the current run, in this folder."""
@@ -102,6 +105,9 @@ class PipelineMonitor(OwnCallback):
             self._untrace = strategy.runtime.tracing.also(lambda: self._due)
             if trainer.is_global_zero:
                 self._record_plan(trainer, strategy)
+                title = self._title or type(trainer.lightning_module).__name__
+                shown = self._report and self._address is None
+                self._live = LiveRecord(self._folder, title, trainer) if shown else None
         return self._every > 0 and not self._waits
 
     def _place_files(self, place: Any) -> None:
@@ -150,6 +156,8 @@ class PipelineMonitor(OwnCallback):
         )
         self._seen_steps, self._norm = len(strategy.step_times), None
         self._with_loggers(trainer, lambda logger: logger.log_metrics(figures, step=trainer.global_step))
+        if self._live is not None:
+            self._live.add(trainer, runtime.timeline, memory, figures)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._untrace()
@@ -169,9 +177,16 @@ class PipelineMonitor(OwnCallback):
             and isinstance(strategy, PipelineStrategy)
         ):
             self._write_report(trainer, strategy)
+        self._end_live("the job has ended")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._untrace()
+        self._end_live(f"the job has failed with {type(exception).__name__}")
+
+    def _end_live(self, how: str) -> None:
+        if self._live is not None:
+            self._live.end(how)
+            self._live = None
 
     # ---- files and loggers (rank 0)
 

@@ -53,6 +53,7 @@ __all__ = [
     "load_model",
     "load_optimizer",
     "load_rest",
+    "load_whole_model",
     "save",
     "verify_shards",
 ]
@@ -262,6 +263,18 @@ def load_optimizer(
         if which == number and index in state:
             state[index][key] = value
     optimizer.load_state_dict({**checkpoint["optimizer_states"][number], "state": state})
+
+
+def load_whole_model(folder: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint of a directory with all parameters and buffers of the model, without the states of its optimizers."""
+    checkpoint = load_rest(folder, weights_only)
+    reader = ShardReader(checkpoint.pop("pipepart_shards"))
+    known = reader.read_metadata().state_dict_metadata
+    tensors = {name: _empty(entry) for name, entry in known.items() if name.startswith("model.")}
+    read_tensors(tensors, storage_reader=reader, no_dist=True)
+    left_out = ("optimizer_states", "pipepart_plain_state", "state_dict")
+    rest = {key: value for key, value in checkpoint.items() if key not in left_out}
+    return {**rest, "state_dict": {name.removeprefix("model."): value for name, value in tensors.items()}}
 
 
 def _empty(metadata: Any) -> torch.Tensor:

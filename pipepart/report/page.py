@@ -17,7 +17,16 @@ from pipepart.report.graph_view import GraphView
 from pipepart.report.timelines import pack
 from pipepart.schedule import SCHEDULES, Timeline
 
-__all__ = ["SCRIPTS", "MemoryModel", "embed_json", "make_payload", "render_page", "stage_memory"]
+__all__ = [
+    "SCRIPTS",
+    "MemoryModel",
+    "embed_json",
+    "make_payload",
+    "read_asset",
+    "render_page",
+    "source_of",
+    "stage_memory",
+]
 
 SCRIPTS = (
     "schedules.js",
@@ -206,7 +215,7 @@ def embed_json(data: Any) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _source(text: str) -> str:
+def source_of(text: str) -> str:
     """Return the name of an inline script or style in the content security policy: only these bytes may run."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
@@ -216,7 +225,7 @@ def render_page(payload: dict[str, Any]) -> str:
     script = "\n" + "\n".join(read_asset(name) for name in SCRIPTS)
     style = "\n" + read_asset("style.css")
     policy = (
-        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; img-src data: blob:; "
+        f"default-src 'none'; script-src {source_of(script)}; style-src {source_of(style)}; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
     filled = {

@@ -23,6 +23,8 @@ from pipepart.cost import cache, this_machine
 from pipepart.cost.cluster import load_cluster
 from pipepart.cost.given import read_graph
 from pipepart.cost.op_costs import OpCosts, read_costs, write_costs
+from pipepart.export import read_weights
+from pipepart.export.narrow_weights import narrowed
 from pipepart.lightning.checkpoint_files import Content, verify
 from pipepart.lightning.safetensors_weights import INDEX, SafetensorsWeights
 from pipepart.lightning.strategy_options import StrategyOptions
@@ -32,6 +34,7 @@ from pipepart.planning import Plan, PlanOptions
 from pipepart.planning.entry import Target
 from pipepart.report import load_graph, load_timeline, save_graph, save_timeline
 from pipepart.report.graph_view import GraphView
+from pipepart.report.live_state import LIVE, LiveState, load_live
 from pipepart.report.run_folder import locate
 from pipepart.schedule import make_schedule, read_csv, to_csv
 from tools.bench.fuzz.mutate import garbled, junk, mutated
@@ -61,6 +64,9 @@ node2 -- Linear(2, 2) -- forward_compute_time=2.0, backward_compute_time=4.0, ac
 node1 -- Input0 -- forward_compute_time=9.0, backward_compute_time=0.0, activation_size=8.0, parameter_size=0.0
 \tnode1 -- node2
 """
+
+
+_STATE = LiveState("run", 1, "host", 1.0, 2.0).at(1, {"loss": 1.0}, [1.0], {"bubble": 0.5})
 
 
 @dataclass(frozen=True)
@@ -170,8 +176,20 @@ def _reader_parts(folder: Path) -> list[Part]:
         _reader("reason of a rank", 15, logs / "failure-rank1.json", reason, lambda _: _shown_reasons(logs)),
         _reader("index of weights", 10, weights / INDEX, _INDEX, lambda _: list(SafetensorsWeights(weights).values())),
         _reader("weights", 10, folder / "w.safetensors", content, lambda p: list(SafetensorsWeights(p).values())),
+        _reader("exported weights", 10, folder / "exported.safetensors", _exported(), read_weights),
+        _reader("state of a job", 10, folder / LIVE, asdict(_STATE), lambda _: load_live(folder)),
         _reader("result", 15, folder / "result.json", {"metrics": {"loss": 1.0}}, lambda _: read_result(folder)),
     ]  # fmt: skip
+
+
+def _exported() -> bytes:
+    """A file as `pipepart export --to safetensors --quantize int4` writes it."""
+    found = narrowed(torch.ones(16, 16), 4)
+    told = {
+        "pipepart.tied": json.dumps({"b": "a"}),
+        "pipepart.narrow": json.dumps({"a": {"bits": 4, "shape": [16, 16]}}),
+    }
+    return safetensors_bytes({"a.codes": found.codes, "a.scale": found.scale}, metadata=told)
 
 
 class _Loss(torch.nn.Module):
