@@ -152,7 +152,7 @@ def save(
 def _named(step: Callable[[], None], target: RemoteFile) -> None:
     try:
         step()
-    except Exception as error:  # those of the libraries of object stores are of many kinds
+    except (Exception, CheckpointException) as error:  # those of the libraries of object stores are of many kinds
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise CheckpointError(
             f"the checkpoint {target} could not be written: {reason_of(first)}. A previous checkpoint there is untouched."
