@@ -105,7 +105,6 @@ LONG = {
         for count in counts
     ),
     "tests/planning/test_export.py::test_torch_runs_it[interleaved]",
-    "tests/planning/test_large_clusters.py::test_everything_auto[Llama 3.1 405B]",
     "tests/transparency/test_activation_memory.py::test_peaks_are_those_that_were_planned",
     *(
         f"tests/transparency/test_shapes.py::test_every_schedule_on_every_shape[{shape}-{model}]"

@@ -32,8 +32,9 @@ class LargeCase:
     batch: int
 
     def smaller(self, layers: int, width: int, devices: int, batch: int) -> LargeCase:
-        """Return the same kind of model and cluster at a smaller size."""
-        return replace(self, layers=layers, width=width, devices=devices, batch=batch)
+        """Return the same kind of model and cluster at a smaller size, with heads of the same width."""
+        heads = width * self.heads // self.width
+        return replace(self, layers=layers, width=width, heads=heads, devices=devices, batch=batch)
 
 
 def _gpt(case: LargeCase) -> nn.Module:
