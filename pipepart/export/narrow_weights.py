@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,11 +89,11 @@ def _places(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 def with_narrow_weights(root: nn.Module, bits: int) -> nn.Module:
     """A copy of a module that holds its large weights in so many bits. Tied weights stay tied."""
     copy = deepcopy(root).requires_grad_(False)
-    made: dict[int, nn.Module] = {}
+    made: dict[int, Any] = {}
     keep = []  # an id is unique as long as its object lives
     for module, name, weight in list(_places(copy)):
         parametrize.register_parametrization(module, name, _Widened(tuple(weight.shape), bits), unsafe=True)
-        own = module.parametrizations[name]  # type: ignore[index]
+        own: Any = module.parametrizations[name]  # type: ignore[index]
         first = made.setdefault(id(weight), own)
         keep.append(weight)
         own.original0, own.original1 = first.original0, first.original1

@@ -54,7 +54,6 @@ LONG = {
     "tests/transparency/test_real_code.py::test_experts_of_transformers[grouped_mm-dtype1]",
     "tests/cli/test_cli_selftest.py::test_an_accelerator_passes",
     "tests/cli/test_cli_verify.py::test_a_recipe_on_two_processes",
-    "tests/cli/test_cli_wheel.py::test_a_wheel_exports_and_runs_the_example_of_the_readme",
     "tests/faults/test_another_user.py::test_a_job_goes_on_under_attack[torchrun]",
     "tests/faults/test_one_port.py::test_both_jobs_train",
     "tests/faults/test_parent_killed.py::test_ranks_end_with_their_parent[script, ranks import]",
