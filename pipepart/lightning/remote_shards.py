@@ -120,7 +120,7 @@ def save(
     def write() -> None:
         if not divided and not writes_model:
             return
-        writer = FsspecWriter(str(folder), sync_files=False)
+        writer: Any = FsspecWriter(str(folder), sync_files=False)
         writer.fs = files
         writer.path = files.init_path(str(folder))
         group = None if patient is None else patient.world if divided else patient.pipeline

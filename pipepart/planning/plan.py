@@ -18,7 +18,7 @@ from pipepart.schedule import SCHEDULES, ChunkCosts, Edges, Schedule, Timeline, 
 from pipepart.values import Positive, shortened
 
 if TYPE_CHECKING:
-    from pipepart.planning.export import Exported
+    from pipepart.planning.exported_plans import Exported
 
 __all__ = ["VERSION", "Plan"]
 
@@ -176,7 +176,7 @@ class Plan:
         ``layers`` is the path of the module list that holds the layers, by default the one with the most members.
         ``snap=True`` moves cuts inside a layer to its border; without it they are refused.
         """
-        from pipepart.planning.export import export
+        from pipepart.planning.exported_plans import export
 
         return export(self, target, layers=layers, snap=snap)
 

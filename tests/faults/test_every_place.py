@@ -52,9 +52,9 @@ def test_the_parts_of_a_thousand_faults_make_up_the_whole() -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        Trained("save", "kill", 1, 2, "shared_memory", 60.0, 2, sharded=True),
-        Trained("validation", "raise", 3, 4, "group", 60.0, 2),
-        Trained("update", "stop", 1, 2, "group", 20.0, 2),
+        Trained("save", "kill", 1, 2, "shared_memory", 60.0, stages=2, sharded=True),
+        Trained("validation", "raise", 3, 4, "group", 60.0, stages=2),
+        Trained("update", "stop", 1, 2, "group", 20.0, stages=2),
     ],
     ids=lambda fault: f"{fault.how} in {fault.where}",
 )

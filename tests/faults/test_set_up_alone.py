@@ -35,7 +35,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "checking that the plan fits": (agreement, "_check_fits"),
     "proving the chunks": (agreement, "prove_chunks"),
     "laying out the stage": (stage, "choose_transport"),
-    "the seed": (plain, "_seed_of_rank_zero"),
+    "the seed": (plain, "seed_of_rank_zero"),
 }
 
 

@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -20,7 +19,7 @@ import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from realistic import build
 from support.ranks import RanksFailed, run_ranks
-from watching import QUIET, Notes
+from watching import ONE_RANK, QUIET, Notes
 
 from pipepart import PipelineStrategy
 from pipepart.lightning import WeightEMA, checkpoint_files, sharded
@@ -226,7 +225,12 @@ def test_the_reason_of_a_failed_write() -> None:
 
 
 def _shards(value: float, path: Path) -> None:
-    sharded.save(_content(value), path, SimpleNamespace(groups=None), lambda step: step())  # type: ignore[arg-type]
+    sharded.save(
+        _content(value),
+        path,
+        ONE_RANK,
+        lambda step: step(),
+    )
 
 
 def _value(path: Path) -> float:

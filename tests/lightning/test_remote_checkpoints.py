@@ -8,7 +8,6 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from realistic import build
 from support.object_store import BUCKET, made_store
 from support.ranks import error_of, run_ranks
-from watching import QUIET, Notes
+from watching import ONE_RANK, QUIET, Notes
 
 from pipepart import PipelineMonitor, PipelineStrategy
 from pipepart.errors import ConfigError
@@ -45,7 +44,7 @@ def _write(kind: str, value: float, address: str) -> None:
     if kind == "plain":
         SafeCheckpointIO().save_checkpoint(_content(value), address)
     else:
-        sharded.save(_content(value), address, SimpleNamespace(groups=None), lambda step: step())  # type: ignore[arg-type]
+        sharded.save(_content(value), address, ONE_RANK, lambda step: step())
 
 
 def _value(address: str, folder: Path) -> float:

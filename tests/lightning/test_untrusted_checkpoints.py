@@ -6,7 +6,6 @@ import os
 import pickle
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -15,7 +14,7 @@ import torch
 from support.lightning_modules import Module, loader
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
-from watching import QUIET
+from watching import ONE_RANK, QUIET
 
 from pipepart import PipelineStrategy
 from pipepart.lightning import sharded
@@ -36,7 +35,7 @@ class Runs:
 
 def _shards(path: Path, **more: Any) -> Path:
     content = {"state_dict": {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(2)}, "epoch": 1, **more}
-    sharded.save(content, path, SimpleNamespace(groups=None), lambda step: step())  # type: ignore[arg-type]
+    sharded.save(content, path, ONE_RANK, lambda step: step())
     return path
 
 

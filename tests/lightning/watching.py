@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -11,7 +12,19 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-__all__ = ["QUIET", "MicrobatchesByHand", "Notes", "Written", "assert_same_run", "assert_same_state", "run_fit"]
+__all__ = [
+    "ONE_RANK",
+    "QUIET",
+    "MicrobatchesByHand",
+    "Notes",
+    "Written",
+    "assert_same_run",
+    "assert_same_state",
+    "run_fit",
+]
+
+ONE_RANK: Any = SimpleNamespace(groups=None, parameters=SimpleNamespace(divides_updates=False))
+"""What a save of shards needs to know of a job of one process."""
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

@@ -17,7 +17,7 @@ from torch import nn
 from pipepart import Plan, plan
 from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind, Node
 from pipepart.errors import PlanError
-from pipepart.planning.export import read_layout
+from pipepart.planning.exported_plans import read_layout
 from pipepart.schedule import from_csv
 
 if sys.version_info >= (3, 11):

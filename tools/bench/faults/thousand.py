@@ -50,7 +50,17 @@ def cases(count: int = 1000, seed: int = 0) -> list[Trained]:
             rank = chance.randrange(writers if phase == "save" else ranks)
             limit = STOP_LIMIT if kind == "stop" else 60.0
             found.append(
-                Trained(phase, kind, rank, ranks, transport, limit, stages, sharded, step=chance.randrange(1, 5))
+                Trained(
+                    phase,
+                    kind,
+                    rank,
+                    ranks,
+                    transport,
+                    limit,
+                    stages=stages,
+                    sharded=sharded,
+                    step=chance.randrange(1, 5),
+                )
             )
     return found
 
