@@ -128,11 +128,11 @@ class Pipeline:
         training: list[Recording] = []
 
         def evaluation(example: Example) -> Recorded:
-            return Recorded(self._record(example, like=training[0]))
+            return Recorded(self._record(example, like=training[0]), counts=True)
 
         def step(example: Example) -> Recorded:
             training.append(self._record(example))
-            return Recorded(training[0])
+            return Recorded(training[0], counts=True)
 
         built = build(
             self._job,
@@ -156,9 +156,8 @@ class Pipeline:
         return built.samples.text
 
     def _record(self, example: Example, like: Recording | None = None, numbers: Sequence[Place] = ()) -> Recording:
-        return record(
-            self._target, *example.batch, like=like, numbers=numbers, batching=example.batching, others=example.others
-        )
+        options: dict[str, Any] = {"batching": example.batching, "others": example.others}
+        return record(self._target, *example.batch, like=like, numbers=numbers, **options)
 
     @property
     def plan(self) -> Plan:
@@ -333,8 +332,8 @@ class Pipeline:
         runtime, name = self._runtime, variants.new_name()
 
         def again(example: Example) -> Recorded:
-            like = runtime.recording(step)
-            return Recorded(variants.record(lambda numbers: self._record(example, like, numbers), runtime))
+            made = variants.record(lambda numbers: self._record(example, runtime.recording(step), numbers), runtime)
+            return Recorded(made, counts=True)
 
         with runtime.parts.gathered():
             added = Step(name, again, trains=step == "step")

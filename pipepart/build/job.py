@@ -80,6 +80,8 @@ class Recorded:
     """Outputs whose values are averaged over replicas after the step."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     """The numbers of the step that was recorded (such as ``batch_idx``), by the names of their inputs."""
+    counts: bool = False
+    """Whether Python numbers of the result become those of the whole batch; else the caller combines those of micro-batches."""
 
 
 @dataclass(frozen=True)

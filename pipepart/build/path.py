@@ -87,10 +87,10 @@ def build(job: Job, step: Step, batch: Any, further: Sequence[Step] = ()) -> Bui
             reference = reference_of(
                 recorded.recording, *job.arguments(batch), plan.microbatches, job.context, example.pieces
             )
-    planned = RecordedStep(step.name, recorded.recording, samples.cut, recorded.averaged)
+    planned = RecordedStep(step.name, recorded.recording, samples.cut, recorded.averaged, recorded.counts)
     runtime = StageRuntime(StageInputs(job.root, plan, graph, planned, job.groups, job.device, options, costs))
     for other, found, verdict in zip(further, others, verdicts):
-        runtime.add(RecordedStep(other.name, found.recording, verdict.cut, found.averaged))
+        runtime.add(RecordedStep(other.name, found.recording, verdict.cut, found.averaged, found.counts))
     runtime.end_set_up()
     return Built(runtime, recorded, samples, example, reference)
 
@@ -111,10 +111,10 @@ def add_step(
         found = leaves(own.recording)
         with each.inside():
             prove_step(job, own.recording, found, runtime.plan, runtime.graph, each.trains, inside_replica=True)
-        runtime.add(RecordedStep(each.name, own.recording, samples.cut, own.averaged))
+        runtime.add(RecordedStep(each.name, own.recording, samples.cut, own.averaged, own.counts))
         verdicts.append(samples)
     if segments:  # the whole step is not run; its recording tells for which batches the segments hold
-        runtime.add(RecordedStep(step.name, recorded.recording))
+        runtime.add(RecordedStep(step.name, recorded.recording, counts=recorded.counts))
     return recorded, together(verdicts)
 
 

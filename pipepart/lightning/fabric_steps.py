@@ -180,7 +180,7 @@ class FunctionSteps:
             with guarded(groups):
                 batch = broadcast_object(batch, 0, groups)
         batch = trees.moved(batch, self._job.device)
-        first = Step(key, lambda example: Recorded(self._record(step, example, trains)), trains)
+        first = Step(key, lambda example: Recorded(self._record(step, example, trains), counts=True), trains)
         with self._recording():
             made = build(self._job, first, batch)
         self.runtime, self._trains = made.runtime, trains
@@ -228,7 +228,8 @@ class FunctionSteps:
         part = example_microbatch(batch, options, self._job.mesh, self._job.root, call=True, fewer=True)
 
         def again(example: Example) -> Recorded:
-            return Recorded(variants.record(lambda numbers: self._record(step, example, trains, numbers), runtime))
+            recording = variants.record(lambda numbers: self._record(step, example, trains, numbers), runtime)
+            return Recorded(recording, counts=True)
 
         with runtime.parts.gathered(), self._recording():
             flatten = self._flattener(*part.batch)

@@ -55,7 +55,7 @@ class ShardReader(FileSystemReader):
     def __init__(self, path: Any) -> None:
         super().__init__(path)
         if is_remote(path):
-            self.fs = FileSystem()
+            self.fs: Any = FileSystem()
             self.path = self.fs.init_path(str(path))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

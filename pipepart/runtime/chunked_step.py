@@ -36,6 +36,8 @@ class RecordedStep:
     """The beginning of the tail of the step; None without a tail."""
     averaged: Collection[int] = ()
     """Outputs whose values are averaged over replicas after the step."""
+    counts: bool = False
+    """Whether Python numbers of the result become those of the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ def chunk_step(step: RecordedStep, chunk_of: Mapping[str, int], inputs: StageInp
 
     def weighed_of(body: Recording, averaged: Collection[int], untouched: Collection[int] = ()) -> Weighed:
         if inputs.options.loss == "microbatch":
-            return unweighed(body)
-        return weigh(body, plan.replicas, averaged, inputs.device, untouched, accumulates=True)
+            return unweighed(body, step.counts)
+        return weigh(body, plan.replicas, averaged, inputs.device, untouched, accumulates=True, counts=step.counts)
 
     if cut is None:
         weighed = weighed_of(recording, step.averaged)

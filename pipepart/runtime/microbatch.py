@@ -199,10 +199,10 @@ def merge_outputs(
 def _plain(values: Sequence[Any], law: str) -> Any:
     """Return a value of a result that is no tensor: a number of the whole batch, or a constant."""
     value = values[-1]
-    if law == "unknown" and len(values) > 1 and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if law == "unknown number" and len(values) > 1:
         raise PlanError(
             f"the step returns a Python number ({value} for the last of {len(values)} micro-batches), and its value for the "
             "whole batch is not known: it is not made from the batch alone, or loss='microbatch' is set. Return a tensor, "
             "compute the number outside of the step, or use microbatches=1."
         )
-    return int(value) if law == "count" else value
+    return int(value) if law == "count" and value is not None else value

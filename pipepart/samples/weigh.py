@@ -63,10 +63,10 @@ class Weighed:
         return {new: given[old] for new, old in self.origins.items() if old in given}
 
 
-def unweighed(recording: Recording) -> Weighed:
+def unweighed(recording: Recording, counts: bool = False) -> Weighed:
     """Return a recording as it is: each micro-batch divides by its own numbers and is weighted by its share of samples."""
     values = outputs_of(recording.graph)
-    laws = tuple("unknown" if isinstance(value, fx.Node) else "constant" for value in values)
+    laws = tuple(_law_unknown(value, counts) if isinstance(value, fx.Node) else "constant" for value in values)
     numbers = Numbers(Quantities(recording, Following(recording)), {}, None, 1)
     return Weighed(recording, laws, numbers, {node.name: node.name for node in recording.ops}, {})
 
@@ -78,19 +78,20 @@ def weigh(
     device: torch.device = _HOST,
     untouched: Collection[int] = (),
     accumulates: bool = False,
+    counts: bool = False,
 ) -> Weighed:
     """Find the terms of the loss and of all other outputs, and write their weights into a copy of the graph.
 
     `averaged` are outputs that are averaged over replicas later. They get values whose mean is that of the whole batch of
     all replicas; other outputs are those of the batch of this replica. `untouched` are outputs that stay as they are.
     With `accumulates`, batches may be accumulated, and a loss with several denominators gets a root of its own, which is
-    divided by the numbers of all of them.
+    divided by the numbers of all of them. With `counts`, Python numbers of the result become those of the whole batch.
     """
     copy, origins = _copied(recording)
     quantities = Quantities(copy, Following(copy))
     if not quantities.follow.known:
-        return unweighed(recording)
-    outputs = _outputs(quantities, untouched)
+        return unweighed(recording, counts)
+    outputs = _outputs(quantities, untouched, counts)
     loss = outputs[recording.loss_index] if recording.loss_index is not None else _Output(None, "constant")
     divided = denominators(loss.form) if loss.form is not None else set()
     trained = loss.form is not None and recording.training and loss.law in ("sum", "mean")
@@ -146,20 +147,19 @@ class _Output:
     """The number of the whole batch that takes its place."""
 
 
-def _outputs(quantities: Quantities, untouched: Collection[int]) -> list[_Output]:
+def _outputs(quantities: Quantities, untouched: Collection[int], counts: bool) -> list[_Output]:
     terms = Terms(quantities)
     found = []
-    noted = {extra.output for extra in quantities.recording.extras}
     for index, value in enumerate(outputs_of(quantities.recording.graph)):
         try:
             if index in untouched and isinstance(value, fx.Node):
                 raise Unknown(value, "it is merged in another way")
-            if isinstance(value, fx.Node) and op_of(value).is_number and index not in noted:
+            if counts and isinstance(value, fx.Node) and op_of(value).is_number:
                 found.append(_number(value, quantities))
                 continue
             found.append(_output(value, quantities, terms))
         except Unknown as unknown:
-            found.append(_Output(value, "unknown", reason=str(unknown)))
+            found.append(_Output(value, _law_unknown(value, counts), reason=str(unknown)))
     return found
 
 
@@ -180,6 +180,11 @@ def _output(value: Any, quantities: Quantities, terms: Terms) -> _Output:
     sums = [one.node for one in parts_of(form) if isinstance(one, (Sum, Share, Ratio))]
     swaps = tuple(swap for node in sums for swap in quantities.swaps(node))
     return _Output(value, law_of_output(form), form, swaps)
+
+
+def _law_unknown(value: Any, counts: bool) -> str:
+    number = counts and isinstance(value, fx.Node) and value.op != "get_attr" and op_of(value).is_number
+    return "unknown number" if number else "unknown"
 
 
 def _number(value: fx.Node, quantities: Quantities) -> _Output:
