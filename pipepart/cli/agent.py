@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
-from pipepart.cli.meeting_point import meet_agents
+from pipepart.cli.meeting_point import Met, meet_agents
+from pipepart.cli.restarts import RESUME, RUN_OF_MACHINES, joining_note
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.runtime.addresses import check_host, free_port
 
@@ -28,6 +31,8 @@ __all__ = ["launch_config"]
 _BACKEND = "pipepart"
 _PORT = 29400
 """The port of a meeting at an address without one, as in torch."""
+_LOOK = 2.0
+"""Seconds between two looks for machines that want to join."""
 _LAST_CALL = 10.0
 """Seconds that machines wait for the others before they go on without them."""
 
@@ -43,6 +48,8 @@ class _Meeting(RendezvousHandler):
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._parameters, self._closed = parameters, False
+        self._met: Met | None = None
+        self._heard, self._looked = 0, 0.0
 
     @property
     def use_agent_store(self) -> bool:
@@ -60,7 +67,10 @@ class _Meeting(RendezvousHandler):
             wait, grace = int(parameters.config["timeout"]), parameters.config["grace"]
             met = meet_agents(host, port, parameters.max_nodes, wait, parameters.min_nodes, grace)
             if met.node == 0:
+                met.store.set("resume", parameters.config["resume"])
                 met.store.set("port", str(free_port(met.address)))
+            os.environ[RESUME] = met.store.get("resume").decode(errors="replace")
+            self._met, self._heard, self._looked = met, 0, time.monotonic()
             main = RendezvousStoreInfo(met.address, int(met.store.get("port")))
         except dist.DistError as error:
             raise PipelineError(
@@ -76,6 +86,21 @@ class _Meeting(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
+        """Return 0: ranks that torch restarts lose their steps. A note lets rank 0 end them after the next checkpoint.
+
+        Torch asks again and again. A host that waits counts on; the note is removed when it does not.
+        """
+        met, now = self._met, time.monotonic()
+        if met is None or met.node or met.nodes >= self._parameters.max_nodes or now - self._looked < _LOOK:
+            return 0
+        self._looked, note = now, Path(self._parameters.config["note"])
+        with suppress(dist.DistError, OSError):
+            heard = met.waiting()
+            if heard > self._heard:
+                note.touch()
+            else:
+                note.unlink(missing_ok=True)
+            self._heard = heard
         return 0
 
     def get_run_id(self) -> str:
@@ -106,13 +131,15 @@ def launch_config(
         min_nodes=int(launcher["min_nodes"] or nodes),
         max_nodes=nodes,
         nproc_per_node=count,
-        run_id=f"pipepart-{os.getpid()}" if nodes == 1 else "pipepart",
+        run_id=f"pipepart-{os.getpid()}" if nodes == 1 else RUN_OF_MACHINES,
         rdzv_backend=_BACKEND,
         rdzv_endpoint="" if nodes == 1 else str(launcher["address"]),
         rdzv_configs={
             "timeout": int(launcher["wait"]),
             "read_timeout": int(launcher["wait"]),
             "grace": _LAST_CALL if again else None,
+            "resume": str(config.get("resume") or ""),
+            "note": str(joining_note(logs.parent)),
         },
         local_addr="127.0.0.1" if nodes == 1 else None,
         max_restarts=0,

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from pipepart.cli.console import quiet_libraries, show_messages, shown
+from pipepart.cli.restarts import MoreMachines, joining_note
 from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
 from pipepart.files import may_fail, write_whole
@@ -29,6 +30,8 @@ from pipepart.report.figures import measured_step
 from pipepart.secrets import redacted
 
 __all__ = ["Progress", "RunCheckpoint", "build_recipe", "fit"]
+
+_LAST = 1.0  # seconds that rank 0, which serves the store of the job, ends after the other ranks
 
 
 def build_recipe(config: dict[str, Any]) -> tuple[L.LightningModule, L.LightningDataModule]:
@@ -69,6 +72,9 @@ def fit(config: dict[str, Any], folder: Path) -> None:
         callbacks=[build(node, allow, f"callbacks.{name}") for name, node in config["callbacks"].items() if node],
         plugins=[TorchElasticEnvironment()],
     )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RunCheckpoint) and config["launcher"].get("fewer"):
+            callback.note = joining_note(folder)
     trainer.fit(module, datamodule=data, ckpt_path=config["resume"], weights_only=True)
     if trainer.is_global_zero:
         _write_results(trainer, strategy, folder, config)
@@ -177,6 +183,8 @@ class RunCheckpoint(ModelCheckpoint):
     """
 
     _step_of_last = -1
+    note: Path | None = None
+    """The file on the first machine that is there while other machines wait to join a run with fewer machines."""
 
     @property
     def state_key(self) -> str:
@@ -186,6 +194,14 @@ class RunCheckpoint(ModelCheckpoint):
         super().on_validation_end(trainer, pl_module)
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+            self._let_join(trainer)
+
+    def _let_join(self, trainer: L.Trainer) -> None:
+        """End all ranks after this checkpoint if other machines wait to join."""
+        if self.note is not None and trainer.strategy.broadcast(self.note.exists()):
+            if trainer.is_global_zero:
+                time.sleep(_LAST)
+            raise MoreMachines
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)

@@ -40,22 +40,32 @@ class Met:
     address: str
     """The address of the first host, as the others reach it."""
 
+    def waiting(self) -> int:
+        """A number that grows while other hosts wait to join: they have come after this turn was closed."""
+        return int(self.store.add("waiting", 0))
+
 
 def meet_agents(host: str, port: int, nodes: int, wait: int, least: int = 0, grace: float | None = None) -> Met:
     """Wait until the agents of all hosts are here, and return the number of this one; raise an error after `wait` seconds.
 
     If `least` hosts are enough, the first host begins without the others after `grace` seconds (default: `wait`). A process may
-    meet again: for each run of a sweep, and after a failure. Each meeting is a turn that the first host opens and closes.
+    meet again: for each run of a sweep, and after a failure. Each meeting is a turn that the first host opens and closes. A
+    host that comes while a run goes on with fewer hosts than `nodes` waits for the next turn, as long as the first is there.
     """
     begun, least = time.monotonic(), least or nodes
     first, place, store = _opened(host, port, wait)
     store = dist.PrefixStore(f"pipepart/{token_digest()}", store)
     store.set_timeout(timedelta(seconds=wait))
-    noted = False
+    noted = late = False
     number, turn = (1, _opened_turn(store)) if first else (0, store)
     while True:  # not `store.wait`, in which Python handles no signals
         if not first and number == 0:
             number, turn = _joined_turn(store, place)
+            if number == 0 and least < nodes and _wants_to_join(store, nodes):
+                begun = time.monotonic()  # the run ends its turn after a checkpoint, which may take long
+                if not late:
+                    late = True
+                    _say(f"a run goes on without this machine at {host}:{port}; waiting for its next checkpoint")
         if number and turn.check(["closed"]):
             count = int(turn.get("closed"))
             if number <= count:
@@ -97,6 +107,16 @@ def _joined_turn(store: dist.Store, place: str) -> tuple[int, dist.Store]:
     if not is_loopback(place):
         turn.set("address", place)
     return turn.add("here", 1), turn
+
+
+def _wants_to_join(store: dist.Store, nodes: int) -> bool:
+    """Say in the turn of a run with fewer hosts that another one is here; returns whether there is such a run."""
+    number = store.add("turn", 0)
+    turn = dist.PrefixStore(str(number), store)
+    if number == 0 or not turn.check(["closed"]) or int(turn.get("closed")) >= nodes:
+        return False
+    turn.add("waiting", 1)
+    return True
 
 
 def _opened(host: str, port: int, wait: int) -> tuple[bool, str, dist.Store]:

@@ -21,7 +21,16 @@ from typing import Any
 from pipepart.cli.console import quiet_libraries, shown
 from pipepart.cli.forks import can_fork, run_fresh
 from pipepart.cli.libraries import load_libraries
-from pipepart.cli.restarts import Restarts, go_on_hint, shape_left
+from pipepart.cli.restarts import (
+    JOINED,
+    RESUME,
+    MoreMachines,
+    Restarts,
+    go_on_hint,
+    joining_note,
+    resume_of_first,
+    shape_left,
+)
 from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.files import load_json
 from pipepart.machine import shared_cores
@@ -118,9 +127,11 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
     alone = int(config["launcher"]["nodes"]) == 1
     forks = alone and can_fork()  # the agents of several machines meet in a store, which has a thread
     restarts = Restarts(config, folder)
+    joining_note(folder).unlink(missing_ok=True)
+    os.environ.pop(RESUME, None)
     try:
         while True:
-            launch = launch_config(config, logs, _PATIENCE, "fork" if forks else "spawn", restarts.count > 0)
+            launch = launch_config(config, logs, _PATIENCE, "fork" if forks else "spawn", restarts.begun_again)
             given = (json.dumps(config), str(folder), named, os.getpid())
             try:
                 with spawned_tied(), job_folder() if alone else nullcontext():
@@ -130,10 +141,14 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
                         elastic_launch(launch, run_as_rank)(*given)
                 return
             except ChildFailedError as error:
-                cause = _first_cause(error, logs)
-            if not restarts.another():
+                joined = any(failure.exitcode == JOINED for failure in error.failures.values())
+                cause = "" if joined else _first_cause(error, logs)
+            joining_note(folder).unlink(missing_ok=True)
+            if joined:
+                restarts.joined()
+            elif not restarts.another():
                 raise PipelineError(cause)
-            print(f"pipepart train: {cause}\n{restarts.text}", flush=True)
+            print(restarts.text if joined else f"pipepart train: {cause}\n{restarts.text}", flush=True)
             config = restarts.config
             for file in logs.glob("failure-rank*.json"):
                 file.unlink(missing_ok=True)
@@ -167,7 +182,10 @@ def run_as_rank(config_text: str, folder: str, named: str | None = None, parent:
             else:
                 from pipepart.cli.fit import fit
 
-                fit(shape_left(config), Path(folder))
+                fit(shape_left(resume_of_first(config)), Path(folder))
+        except MoreMachines:
+            sys.stdout.flush()
+            os._exit(JOINED)
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return

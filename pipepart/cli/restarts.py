@@ -18,7 +18,42 @@ from pipepart.errors import PipelineError
 if TYPE_CHECKING:
     from pipepart.lightning.remote_files import RemoteFile
 
-__all__ = ["Restarts", "go_on_hint", "last_checkpoint", "shape_left", "written"]
+__all__ = [
+    "JOINED",
+    "RESUME",
+    "RUN_OF_MACHINES",
+    "MoreMachines",
+    "Restarts",
+    "go_on_hint",
+    "joining_note",
+    "last_checkpoint",
+    "resume_of_first",
+    "shape_left",
+    "written",
+]
+
+JOINED = 75
+"""The exit code of ranks that have ended after a checkpoint, so that more machines can join."""
+RUN_OF_MACHINES = "pipepart"
+"""The name that torch's agents give to a run on several machines."""
+RESUME = "PIPEPART_RESUME"
+"""The variable with the checkpoint from which the first machine of a job resumes; the others have not seen it written."""
+
+
+class MoreMachines(Exception):
+    """The ranks end after a checkpoint, since more machines wait to join."""
+
+
+def joining_note(folder: Path) -> Path:
+    """The file on the first machine that is there while other machines wait to join the run."""
+    return folder / "logs" / "machines-wait"
+
+
+def resume_of_first(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the checkpoint from which the first machine of the job resumes."""
+    if RESUME not in os.environ or os.environ.get("TORCHELASTIC_RUN_ID") != RUN_OF_MACHINES:
+        return config
+    return {**config, "resume": os.environ[RESUME] or None}
 
 
 def last_checkpoint(config: dict[str, Any], folder: Path) -> Path | RemoteFile:
@@ -53,22 +88,31 @@ class Restarts:
         self.config, self._folder = config, folder
         self._before = written(last_checkpoint(config, folder))
         self.count = 0
+        self.begun_again = False
         self.text = ""
         """What the last call of `another` has decided, for the user."""
 
     def another(self) -> bool:
-        """Whether to start again. If so, `config` resumes from the last checkpoint that this run has written."""
+        """Whether to start again after a failure. If so, `config` resumes from the last checkpoint of this run."""
         limit = int(self.config["launcher"]["failures"])
         if 0 <= limit <= self.count:
             return False
         self.count += 1
+        allowed = "" if limit < 0 else f" of {limit}"
+        self._go_on(f"restart {self.count}{allowed}")
+        return True
+
+    def joined(self) -> None:
+        """Start again after a checkpoint, with machines that have come. That is no failure."""
+        self._go_on("more machines have come: going on with them")
+
+    def _go_on(self, why: str) -> None:
+        self.begun_again = True
         last = last_checkpoint(self.config, self._folder)
         if written(last) not in (None, self._before):
             self.config = {**self.config, "resume": str(last)}
         start = "the beginning" if self.config["resume"] is None else shown(self.config["resume"])
-        allowed = "" if limit < 0 else f" of {limit}"
-        self.text = f"pipepart train: restart {self.count}{allowed}, from {start}"
-        return True
+        self.text = f"pipepart train: {why}, from {start}"
 
 
 def shape_left(config: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +137,7 @@ def shape_left(config: dict[str, Any]) -> dict[str, Any]:
         trainer["accumulate_grad_batches"] = factor * batches
         if isinstance(trainer["val_check_interval"], int):
             trainer["val_check_interval"] *= factor
-    config["launcher"]["nodes"] = nodes
+    config["launcher"]["nodes"], config["launcher"]["fewer"] = nodes, True
     strategy["stages"], strategy["replicas"], strategy["plan"] = stages, replicas, None
     if os.environ.get("RANK") == "0":
         print(

@@ -85,7 +85,8 @@ class LauncherConfig:
     nodes: int = 1
     """Machines; each starts `devices` processes."""
     min_nodes: int | None = None
-    """Machines with which a run goes on after others were lost; default: all of them. Ray places workers itself."""
+    """Machines with which a run begins, or goes on after others were lost, until these come (back); default: all of them. Ray
+    places workers itself."""
     address: str | None = None
     """Several machines: `host:port` of one of them, the same in the command on each. Ray: the address of the cluster (auto: the
     one that runs on this machine); without one, a cluster is started for the run."""

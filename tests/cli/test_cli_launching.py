@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from pipepart.cli.agent import launch_config
 from pipepart.cli.config import compose_config, explaining
 from pipepart.cli.main import main
+from pipepart.cli.meeting_point import meet_agents
 from pipepart.cli.processes import _NAMES, already_started, join_started
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.runtime.addresses import free_port
@@ -173,6 +175,36 @@ def test_agents_meet_again() -> None:
     assert sorted(turn[0] for turn in (one[0], other[0])) == [0, 1]
     assert [turn[:2] for turn in (*one, *other)] == [one[0][:2], one[0][:2], other[0][:2], other[0][:2]]
     assert [turn[2:] for turn in one] == [turn[2:] for turn in other]
+
+
+def _begins_alone(port: int, begun: str) -> list[tuple[int, int]]:
+    one = meet_agents("127.0.0.1", port, 2, 120, least=1, grace=0.0)
+    Path(begun).touch()
+    deadline = time.monotonic() + 120
+    while not one.waiting():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    other = meet_agents("127.0.0.1", port, 2, 120, least=1, grace=120.0)
+    return [(met.node, met.nodes) for met in (one, other)]
+
+
+def _comes_late(port: int, begun: str) -> tuple[int, int]:
+    deadline = time.monotonic() + 120
+    while not Path(begun).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    met = meet_agents("127.0.0.1", port, 2, 120, least=1)
+    return met.node, met.nodes
+
+
+@pytest.mark.slow
+def test_a_machine_that_comes_late_says_so_and_joins_the_next_turn(tmp_path: Path) -> None:
+    port, begun = free_port(), str(tmp_path / "begun")
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+        tasks = [processes.submit(_begins_alone, port, begun), processes.submit(_comes_late, port, begun)]
+        first, late = (task.result(300) for task in tasks)
+    assert first == [(0, 1), (0, 2)]
+    assert late == (1, 2)
 
 
 class _Runs:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cli_programs import end, path_with, start
 
-from pipepart.cli.restarts import shape_left
+from pipepart.cli.restarts import RESUME, Restarts, last_checkpoint, resume_of_first, shape_left
 
 MODULE = """
 import os, pathlib, signal
@@ -96,3 +96,28 @@ def test_all_machines_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = _config(2, 2, 2)
     assert shape_left(config) is config
+    assert "fewer" not in config["launcher"]
+
+
+def test_machines_that_join_are_no_failure(tmp_path: Path) -> None:
+    config = {"output": str(tmp_path), "resume": None, "launcher": {"failures": 0}}
+    restarts = Restarts(config, tmp_path)
+    last = last_checkpoint(config, tmp_path)
+    last.parent.mkdir()
+    last.write_bytes(b"")
+    restarts.joined()
+    assert restarts.begun_again
+    assert restarts.config["resume"] == str(last)
+    assert restarts.text.startswith("pipepart train: more machines have come")
+    assert not restarts.another(), "a failure is still one too many"
+
+
+def test_all_machines_resume_from_the_checkpoint_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"resume": "own.ckpt"}
+    monkeypatch.setenv(RESUME, "first.ckpt")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of torchrun")
+    assert resume_of_first(config) == config
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "pipepart")
+    assert resume_of_first(config) == {"resume": "first.ckpt"}
+    monkeypatch.setenv(RESUME, "")
+    assert resume_of_first(config) == {"resume": None}

@@ -15,6 +15,7 @@ from support.hosts import made_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 WORDS = ["recipe=mlp", "logger=none", "strategy.stages=2", "strategy.timeout=60", "trainer.max_steps=1200"]
+LONG = 8000  # steps in which a host can start
 EVERY = 400  # steps between two checkpoints
 
 
@@ -54,3 +55,28 @@ def test_a_lost_host_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -
     assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
     for name, value in _weights(tmp_path / "hand" / "checkpoints" / "last.ckpt").items():
         torch.testing.assert_close(_weights(last)[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_host_that_comes_late_joins_at_the_next_checkpoint(tmp_path: Path) -> None:
+    """A run that has begun with one host of two ends with both, after all of its steps."""
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    with made_hosts(2) as hosts:
+        words = [*WORDS[:-1], f"trainer.max_steps={LONG}", f"trainer.val_check_interval={EVERY}", "launcher.wait=20"]
+        words += [f"output={tmp_path / 'run'}"]
+        words += ["launcher=nodes", "launcher.nodes=2", f"launcher.address={hosts[0].address}:29401", "devices=2"]
+        words += ["launcher.min_nodes=1"]
+        (first,) = on_each(hosts[:1], [["-m", "pipepart.cli", "train", *words]], tmp_path)
+        deadline = time.monotonic() + 300
+        while not last.exists():
+            assert first.poll() is None, first.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (second,) = on_each(hosts[1:], [["-m", "pipepart.cli", "train", *words]], tmp_path)
+        said, late = both_ended([first, second])
+        assert (first.returncode, second.returncode) == (0, 0), said + late
+    assert "1 x 2 (replicas x stages) in place of 2 x 2" in said, said
+    assert "more machines have come: going on with them, from run/checkpoints/last.ckpt" in said, said
+    assert "a run goes on without this machine" in late, late
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["replicas"], result["stages"], result["steps"]) == (2, 2, LONG)
+    assert not list((tmp_path / "run" / "logs").glob("machines-wait"))
