@@ -1,0 +1,135 @@
+"""Batches of an evaluation on stages that sleep: in a series, and one by one.
+
+The share is that of what the slowest stage allows: its forwards of all micro-batches, one after the other, and nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tools.bench.runtime.models import SleepLayer
+from tools.bench.runtime.processes import on_ranks
+
+__all__ = ["evaluations"]
+
+STAGES, MICROBATCHES, BATCHES, NAP = 4, 8, 50, 0.004
+
+
+class Scorer(nn.Module):
+    """Sleeping layers that return what they have computed for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(SleepLayer(NAP) for _ in range(STAGES)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def _batches() -> list[torch.Tensor]:
+    """The last one is smaller."""
+    torch.manual_seed(1)
+    return [torch.randn(2 * MICROBATCHES if index < BATCHES - 1 else 6, 256) for index in range(BATCHES)]
+
+
+def _alone(rank: int, size: int) -> float:
+    """Median seconds of one nap in a process that does nothing else."""
+    layer, x, times = SleepLayer(NAP), torch.randn(2, 256), []
+    with torch.no_grad():
+        for _ in range(50):
+            time.sleep(0.002)
+            began = time.perf_counter()
+            layer(x)
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _one_by_one() -> None:
+    """Let every batch run alone in this process."""
+    from pipepart.runtime import program
+
+    program.batches_together = lambda *_: 1  # type: ignore[assignment]
+
+
+def by_pipeline(rank: int, size: int, together: bool) -> tuple[float, list[Any]]:
+    import torch.distributed as dist
+
+    from pipepart import Pipeline
+
+    if not together:
+        _one_by_one()
+    batches = _batches()
+    cuts = [f"layers.{i}" for i in range(1, STAGES)]
+    pipe = Pipeline(Scorer(), (batches[0],), stages=size, microbatches=MICROBATCHES, split_at=cuts, schedule="gpipe")
+    pipe.evaluate(batches[0])
+    dist.barrier()
+    started = time.perf_counter()
+    outputs = list(pipe.evaluations((batch,) for batch in batches))
+    dist.barrier()
+    return time.perf_counter() - started, [output.numpy() for output in outputs]
+
+
+def by_trainer(rank: int, size: int, together: bool) -> tuple[float, list[Any]]:
+    import lightning as L
+
+    from pipepart import PipelineStrategy
+
+    if not together:
+        _one_by_one()
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Scorer()
+
+        def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.model(batch)
+
+        def on_predict_start(self) -> None:
+            self.started = time.perf_counter()
+
+        def on_predict_end(self) -> None:
+            self.seconds = time.perf_counter() - self.started
+
+    class Batches(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(_batches())
+
+    cuts = [f"model.layers.{i}" for i in range(1, STAGES)]
+    strategy: Any = PipelineStrategy(stages=size, microbatches=MICROBATCHES, split_at=cuts, schedule="gpipe")
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    module = Module()
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=size, enable_checkpointing=False, **quiet)
+    loader = torch.utils.data.DataLoader(Batches(), batch_size=None)
+    outputs: Any = trainer.predict(module, loader)
+    return module.seconds, [output.numpy() for output in outputs]
+
+
+def _equal(found: Iterable[Any], expected: Iterable[torch.Tensor]) -> bool:
+    return all(torch.equal(torch.from_numpy(one), other) for one, other in zip(found, expected, strict=True))
+
+
+def evaluations(rounds: int = 3) -> None:
+    """Print the shares, and stop if an output differs from that of one process."""
+    nap = statistics.median(on_ranks(1, _alone)[0] for _ in range(rounds))
+    with torch.no_grad():
+        expected = [Scorer()(batch) for batch in _batches()]
+    limit = nap * ((BATCHES - 1) * MICROBATCHES + 6)
+    print(f"{BATCHES} batches, the last one smaller; {STAGES} stages; the slowest stage allows {limit:.2f} s")
+    print(f"{'':<30} {'in a series':>12} {'one by one':>12}")
+    for name, runner in (("Pipeline.evaluations", by_pipeline), ("trainer.predict", by_trainer)):
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(rounds):
+            for together in (True, False):
+                answers = on_ranks(STAGES, runner, together)
+                seconds[together].append(max(taken for taken, _ in answers))
+                if not all(_equal(outputs, expected) for _, outputs in answers):
+                    raise SystemExit(f"{name}: the outputs differ from those of one process")
+        shares = [f"{limit / statistics.median(seconds[together]):12.1%}" for together in (True, False)]
+        print(f"{name:<30} {shares[0]} {shares[1]}", flush=True)
