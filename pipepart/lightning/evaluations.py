@@ -7,6 +7,7 @@ with such code each batch runs alone.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,12 @@ class Evaluations:
 
         `request` and `flattener` make the requests and the leaves of this batch and of later ones, by their number.
         """
-        count = runtime.in_series(name) if all(e.on_metric or e.kind in _ONLY_LEAVE for e in effects.all) else 1
+        numbered = _gets_its_number(getattr(self._module, _step_of(name)))
+        count = (
+            runtime.in_series(name)
+            if numbered and all(e.on_metric or e.kind in _ONLY_LEAVE for e in effects.all)
+            else 1
+        )
         if batch_idx % count:
             found = self._results.pop((name, loader, batch_idx), None)
             return runtime.evaluate(request(batch_idx, leaves), name) if found is None else found
@@ -73,8 +79,7 @@ class Evaluations:
     def _may_read_ahead(self, name: str) -> bool:
         """Whether no code of the user runs between two batches, and no loader minds to be read ahead of the step."""
         trainer: Any = self._module.trainer
-        kind = name.partition("_")[0]
-        hooks = [f"on_{kind}_batch_{when}" for when in ("start", "end")]
+        hooks = [f"on_{name.partition('_')[0]}_batch_{when}" for when in ("start", "end")]
         if why_not_ahead(trainer, self._module) or any(
             overridden(hook, self._module, "LightningModule") for hook in hooks
         ):
@@ -83,3 +88,14 @@ class Evaluations:
             return False
         loaders = trainer._active_loop._combined_loader.flattened
         return self._job.mesh.replicas == 1 or not any(map(needs_agreement, loaders))
+
+
+def _step_of(name: str) -> str:
+    """The method whose recording has this name."""
+    return f"{name.partition('_')[0]}_step"
+
+
+def _gets_its_number(step: Callable[..., Any]) -> bool:
+    """Whether Lightning tells a step the number of its batch, by which its results are found again."""
+    parameters = inspect.signature(step).parameters.values()
+    return len(parameters) > 1 or any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)

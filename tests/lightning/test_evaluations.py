@@ -150,12 +150,18 @@ class Counts(Scaled):
         return {"loss": self.model(*batch) * self.skips}
 
 
+class Unnumbered(Evaluated):
+    def predict_step(self, batch):
+        return {"loss": self.model(*batch)}
+
+
 def _others(pipeline: bool, devices: int) -> list[Any]:
     answers = []
     for kind, data, callbacks in (
         (Scaled, DataLoader(Rows(), batch_size=6), []),
         (Scaled, loader("gpt", 30, 6), [Looks()]),
         (Counts, loader("gpt", 30, 6), []),
+        (Unnumbered, loader("gpt", 30, 6), []),
     ):
         trainer = _trainer(pipeline, devices)
         trainer.callbacks = callbacks
@@ -172,9 +178,10 @@ def test_streams_and_code_between_batches() -> None:
     for answer in run_ranks(2, _others, True, 2, timeout=300):
         for (mine, _), (theirs, _) in zip(answer, expected, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-9)
-        streams, hooked, counting = (sizes for _, sizes in answer)
+        streams, hooked, counting, unnumbered = (sizes for _, sizes in answer)
         assert max(streams) > 1
         assert set(hooked) | set(counting) <= {1}
+        assert not unnumbered or set(unnumbered) == {1}
 
 
 def _failing(devices: int) -> Any:

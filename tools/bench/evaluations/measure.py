@@ -18,7 +18,7 @@ from tools.bench.runtime.processes import on_ranks
 
 __all__ = ["evaluations"]
 
-STAGES, MICROBATCHES, BATCHES, NAP = 4, 8, 50, 0.004
+STAGES, MICROBATCHES, BATCHES, NAP = 4, 8, 50, 0.010
 
 
 class Scorer(nn.Module):
@@ -88,7 +88,7 @@ def by_trainer(rank: int, size: int, together: bool) -> tuple[float, list[Any]]:
             super().__init__()
             self.model = Scorer()
 
-        def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+        def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             return self.model(batch)
 
         def on_predict_start(self) -> None:
