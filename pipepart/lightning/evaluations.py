@@ -38,6 +38,8 @@ class Evaluations:
     def __init__(self, job: Job, module: LightningModule) -> None:
         self._job, self._module = job, module
         self._results: dict[tuple[str, int | None, int], StepResult] = {}
+        self._before: tuple[int | None, int] | None = None
+        """The loader and the number of the batch before."""
 
     def run(
         self,
@@ -60,6 +62,9 @@ class Evaluations:
             if numbered and all(e.on_metric or e.kind in _ONLY_LEAVE for e in effects.all)
             else 1
         )
+        if self._before != (loader, batch_idx - 1):  # another evaluation, which may have other weights
+            self._results.clear()
+        self._before = loader, batch_idx
         if batch_idx % count:
             found = self._results.pop((name, loader, batch_idx), None)
             return runtime.evaluate(request(batch_idx, leaves), name) if found is None else found
