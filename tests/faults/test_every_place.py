@@ -25,6 +25,8 @@ from tools.bench.faults.trained_job import Trained
         Fault("gradients", "kill", 2, 4, "group", limit=60.0, sync="sharded"),
         Fault("parameters", "kill", 1, 4, "group", limit=60.0, sync="sharded"),
         Fault("parameters", "raise", 3, 4, "group", limit=60.0, sync="master"),
+        Fault("parameters", "kill", 2, 4, "group", limit=60.0, sync="local"),
+        Fault("parameters", "kill", 1, 4, "group", limit=60.0, sync="ring"),
     ],
     ids=lambda fault: f"{fault.how} in {fault.where}{'' if fault.sync == 'mean' else f' of {fault.sync}'}",
 )
@@ -54,6 +56,7 @@ def test_the_parts_of_a_thousand_faults_make_up_the_whole() -> None:
     [
         Trained("save", "kill", 1, 2, "shared_memory", 60.0, stages=2, sharded=True),
         Trained("validation", "raise", 3, 4, "group", 60.0, stages=2),
+        Trained("validation", "raise", 0, 2, "shared_memory", 60.0, stages=2),
         Trained("update", "stop", 1, 2, "group", 20.0, stages=2),
     ],
     ids=lambda fault: f"{fault.how} in {fault.where}",

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = ["drop_states", "follow_optimizers"]
 
 
 class _Updated(Protocol):
+    def before_update(self, optimizer: Optimizer) -> None: ...
+
     def after_update(self, optimizer: Optimizer) -> None: ...
 
 
@@ -21,21 +23,32 @@ _newest: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Updated]] = weakref.W
 """By model what was made last for it: a pipeline that was made for the same model before has other owners."""
 
 
-def follow_optimizers(owner: _Updated, root: nn.Module, divides: bool) -> None:
-    """Call ``owner.after_update`` with each optimizer of torch after each of its steps, if replicas of `root` divide updates.
+def follow_optimizers(owner: _Updated, root: nn.Module, follows: bool) -> None:
+    """Call ``owner.before_update`` and ``owner.after_update`` with each optimizer of torch around each of its steps.
 
-    It ends when `owner` is collected, or when there is another one for the same model.
+    `follows`: whether replicas of `root` exchange anything then. It ends when `owner` is collected, or when there is another
+    one for the same model.
     """
     reference = weakref.ref(owner)
     _newest[root] = reference
-    if not divides:
+    if not follows:
         return
 
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def newest() -> _Updated | None:
         living = reference()
-        if living is not None and any(newest is reference for newest in _newest.values()):
+        return living if living is not None and any(one is reference for one in _newest.values()) else None
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = newest()
+        if living is not None:
+            living.before_update(optimizer)
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        living = newest()
+        if living is not None:
             living.after_update(optimizer)
 
+    weakref.finalize(owner, register_optimizer_step_pre_hook(before).remove)
     weakref.finalize(owner, register_optimizer_step_post_hook(after).remove)
 
 

@@ -14,6 +14,8 @@ __all__ = ["CAUSE", "Fault", "rank_main"]
 
 CAUSE = "the cause of it all"
 _STEP = 2  # in which the fault comes
+_SYNC: dict[str, Any] = {"local": {"mode": "local", "every": 1}}
+"""Settings of modes with which there is an exchange in each step."""
 _armed: list[Fault] = []
 
 
@@ -103,7 +105,8 @@ def _train(rank: int, folder: str, fault: Fault) -> None:
 
     cuts = [f"layers.{index}" for index in range(1, fault.stages)]
     pipe = Pipeline(Model(), (torch.randn(8, 32),), stages=fault.stages, microbatches=4, schedule="1f1b", slack=0,
-                    split_at=cuts, transport=fault.transport, timeout=fault.limit, sync=fault.sync)  # fmt: skip
+                    split_at=cuts, transport=fault.transport, timeout=fault.limit,
+                    sync=_SYNC.get(fault.sync, fault.sync))  # fmt: skip
     optimizer = torch.optim.AdamW(pipe.parameters())
     for step in range(6):
         if step == _STEP and rank == fault.rank:
@@ -121,7 +124,8 @@ def _trip_replicas(note: str, fault: Fault) -> None:
     """The fault comes in the next exchange of gradients, or of parameters, between replicas."""
     import torch.distributed as dist
 
-    for name in ("all_reduce", "reduce") if fault.where == "gradients" else ("broadcast",):
+    sums = fault.where == "gradients" or fault.sync == "local"
+    for name in ("all_reduce", "reduce") if sums else ("broadcast",):
         original = getattr(dist, name)
 
         def struck(*args: Any, original: Any = original, **given: Any) -> Any:

@@ -19,7 +19,14 @@ __all__ = ["once", "repeat"]
 ALLOWED = 10.0  # seconds from the fault to the end of every rank; for a stopped one the time limit comes on top
 STOP_LIMIT = 5.0  # seconds: the time limit of jobs with a stopped rank, short so that many can be tried
 HANG = 60.0
-_BETWEEN = (("gradients", "mean"), ("gradients", "sharded"), ("parameters", "sharded"), ("parameters", "master"))
+_BETWEEN = (
+    ("gradients", "mean"),
+    ("gradients", "sharded"),
+    ("parameters", "sharded"),
+    ("parameters", "master"),
+    ("parameters", "local"),
+    ("parameters", "ring"),
+)
 """Exchanges between replicas, and the modes in which they are tried."""
 
 

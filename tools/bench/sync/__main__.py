@@ -4,6 +4,9 @@
 same processes. The table has the seconds of a step, the bytes of the vectors that a rank exchanges with other replicas in a
 step, the optimizer states of the ranks as a share of those of their stage, and the loss after the same number of steps.
 
+`python -m tools.bench.sync hosts [fast | slow] [STEPS]` trains four replicas on two hosts in each mode, with fast and with slow
+cables (network namespaces; needs root).
+
 `python -m tools.bench.sync equal` trains ten steps with every mode and optimizer of `tests/runtime/test_sync_modes.py` at
 {1, 2} stages x {2, 4} replicas, and compares with one process on all batches.
 """
@@ -20,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tools.bench.sync.on_hosts import main as on_hosts
+
 TESTS = Path(__file__).parents[3] / "tests"
 MODES: dict[str, Any] = {
     "mean": "mean",
@@ -27,7 +32,12 @@ MODES: dict[str, Any] = {
     "nested": {"mode": "mean", "inside": 2},
     "sharded": "sharded",
     "master": "master",
+    "local": {"mode": "local", "every": 8},
+    "diloco": {"mode": "local", "every": 8, "outer": "nesterov"},
+    "ring": "ring",
 }
+APART = ("local", "diloco", "ring")
+"""Modes of replicas that make updates of their own."""
 ROUNDS, STEPS = 12, 4
 LIMIT = 1800.0
 
@@ -129,7 +139,7 @@ def equal() -> int:
     cases: Any = import_module("test_sync_modes")
     ranks: Any = import_module("support.ranks")
     wrong = 0
-    modes = [sync for name, sync in MODES.items() if "bf16" not in name]
+    modes = [sync for name, sync in MODES.items() if "bf16" not in name and name not in APART]
     for replicas, stages, sync, optimizer in itertools.product((2, 4), (1, 2), modes, cases.OPTIMIZERS):
         what = f"{sync!s:8} {optimizer:8} {stages} stage(s) x {replicas} replicas"
         try:
@@ -148,4 +158,6 @@ def equal() -> int:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(TESTS), str(TESTS / "runtime")]
+    if sys.argv[1:2] == ["hosts"]:
+        sys.exit(on_hosts(sys.argv[2:]))
     sys.exit(equal() if sys.argv[1:] == ["equal"] else speed())

@@ -1,0 +1,101 @@
+"""The mode `local`: each replica trains alone for a round of updates, then all of them average their parameters.
+
+```
+replica 0   update update update ...  |        | update update ...
+replica 1   update update update ...  | mean   | update update ...
+            `every` updates           | (outer)| the next round
+```
+
+With an outer optimizer (DiLoCo, Douillard et al. 2023), the mean difference of a round is taken as a gradient: the parameters
+at the beginning of the round make a step of SGD with Nesterov momentum along it. All replicas compute that step alike, from the
+same sums, so they have equal parameters after it. Each replica keeps the states of its own optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipepart.planning.sync_mode import SyncMode
+from pipepart.runtime.sync.loose import LooseReplicas
+from pipepart.runtime.sync.replica_sums import summed
+
+__all__ = ["ReplicaAverage"]
+
+
+class ReplicaAverage(LooseReplicas):
+    """Averages the parameters of one stage over the replicas after each round."""
+
+    mode = "local"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        replicas: int,
+        named: Callable[[], Mapping[str, nn.Parameter]],
+        mode: SyncMode,
+    ) -> None:
+        super().__init__(group, replicas, named)
+        self._mode = mode
+        self.updates: dict[str, int] = {}
+        """The updates of each parameter in its round. Parameters of several optimizers may be in different places."""
+        self._begin: dict[str, torch.Tensor] = {}
+        """With an outer optimizer: the parameters at the beginning of the round."""
+        self._momentum: dict[str, torch.Tensor] = {}
+
+    @property
+    def in_step(self) -> bool:
+        return not any(self.updates.values())
+
+    @torch.no_grad()
+    def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
+        if self._mode.outer is not None:
+            for name, parameter in self._of(parameters).items():
+                if name not in self._begin:
+                    self._begin[name] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def after_update(self, parameters: Iterable[torch.Tensor]) -> None:
+        changed = self._of(parameters)
+        for name in changed:
+            self.updates[name] = self.updates.get(name, 0) + 1
+        due = {name: p for name, p in changed.items() if self.updates[name] >= self._mode.every}
+        if not due:
+            return
+        if self._mode.outer is None:
+            self._take_mean(due)
+        else:
+            self._outer_step(due)
+        for name in due:
+            self.updates[name] = 0
+
+    def _outer_step(self, due: Mapping[str, nn.Parameter]) -> None:
+        names, chosen = list(due), list(due.values())
+        lr, momentum = self._mode.outer_lr, self._mode.outer_momentum
+        for place, total in summed(chosen, self.group):
+            begin = self._begin[names[place]]
+            difference = begin - total.div_(self.replicas)
+            kept = self._momentum.get(names[place])
+            kept = difference.clone() if kept is None else kept.mul_(momentum).add_(difference)
+            self._momentum[names[place]] = kept
+            begin.sub_(difference.add_(kept, alpha=momentum), alpha=lr)
+            chosen[place].copy_(begin)
+
+    def begin_anew(self) -> None:
+        self.updates, self._begin, self._momentum = {}, {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": dict(self.updates), "begin": dict(self._begin), "momentum": dict(self._momentum)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = self.trained()
+        self.updates = {name: int(count) for name, count in state.get("updates", {}).items() if name in own}
+        self._begin, self._momentum = (
+            {name: values.to(own[name], copy=True) for name, values in state.get(key, {}).items() if name in own}
+            for key in ("begin", "momentum")
+        )
