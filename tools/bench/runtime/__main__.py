@@ -1,7 +1,8 @@
-"""`python -m tools.bench.runtime [sleeping] [compute]`."""
+"""`python -m tools.bench.runtime [sleeping] [compute] [compiled]`."""
 
 import sys
 
+from tools.bench.runtime.compiled import compiled
 from tools.bench.runtime.compute import compute
 from tools.bench.runtime.sleeping import sleeping
 
@@ -11,3 +12,5 @@ if __name__ == "__main__":
         sleeping()
     if "compute" in what:
         compute()
+    if "compiled" in what:
+        compiled()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tools.bench.runtime.models import MODELS, Chain
 from tools.bench.runtime.processes import on_ranks
 
-__all__ = ["compute"]
+__all__ = ["Step", "compute", "data_parallel", "ours", "single", "timed", "upstream"]
 
 MICROBATCHES = 8
 SAMPLES = 32
@@ -29,43 +29,51 @@ SAMPLES = 32
 Step = Callable[[], Any]
 
 
-def _single(name: str) -> Step:
+def _maybe_compiled(module: Any, backend: str | None) -> Any:
+    return module if backend is None else torch.compile(module, backend=backend)
+
+
+def single(name: str, backend: str | None = None) -> Step:
     """One process with the same micro-batches."""
     torch.manual_seed(0)
-    model = MODELS[name]()
+    whole = MODELS[name]()
+    model = _maybe_compiled(whole, backend)
     batch = MODELS[name].batch(SAMPLES)
 
     def step() -> None:
         for part in zip(*(tensor.chunk(MICROBATCHES) for tensor in batch)):
             (model(*part) / MICROBATCHES).backward()
-        model.zero_grad()
+        whole.zero_grad()
 
     return step
 
 
-def _data_parallel(name: str, size: int) -> Step:
+def data_parallel(name: str, size: int, backend: str | None = None) -> Step:
     """Each process has its share of the batch, in micro-batches of the same size."""
     torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(MODELS[name]())
+    whole = torch.nn.parallel.DistributedDataParallel(MODELS[name]())
+    model = _maybe_compiled(whole, backend)
     batch = MODELS[name].batch(SAMPLES // size)
 
     def step() -> None:
         *first, last = zip(*(tensor.chunk(MICROBATCHES // size) for tensor in batch))
-        with model.no_sync():
+        with whole.no_sync():
             for part in first:
                 (model(*part) / (len(first) + 1)).backward()
         (model(*last) / (len(first) + 1)).backward()
-        model.zero_grad()
+        whole.zero_grad()
 
     return step
 
 
-def _ours(name: str, size: int) -> tuple[Step, Any]:
+def ours(name: str, size: int, backend: str | None = None, plan: Any = None) -> tuple[Step, Any]:
     from pipepart import Pipeline
 
     torch.manual_seed(0)
     batch = MODELS[name].batch(SAMPLES)
-    pipe = Pipeline(MODELS[name](), batch, stages=size, microbatches=MICROBATCHES)
+    shape: Any = {"plan": plan} if plan is not None else {"stages": size, "microbatches": MICROBATCHES}
+    compile: Any = {"backend": backend} if backend is not None else False
+    pipe = Pipeline(MODELS[name](), batch, compile=compile, timeout=1800.0, **shape)
 
     def step() -> None:
         pipe.step(*batch)
@@ -75,13 +83,15 @@ def _ours(name: str, size: int) -> tuple[Step, Any]:
     return step, pipe
 
 
-def _upstream(name: str, rank: int, size: int, cut: int) -> Step:
+def upstream(name: str, rank: int, size: int, cut: int, backend: str | None = None) -> Step:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     torch.manual_seed(0)
     whole = MODELS[name]()
     parts = whole.parts()
     module = Chain(parts[:cut] if rank == 0 else parts[cut:])
+    if backend is not None:
+        module.compile(backend=backend)
     stage = PipelineStage(module, rank, size, torch.device("cpu"))
     runner = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=whole.loss)
     batch = MODELS[name].batch(SAMPLES)
@@ -96,7 +106,7 @@ def _upstream(name: str, rank: int, size: int, cut: int) -> Step:
     return step
 
 
-def _timed(step: Step, steps: int, warm: int) -> list[float]:
+def timed(step: Step, steps: int, warm: int) -> list[float]:
     times = []
     for _ in range(steps + warm):
         dist.barrier()
@@ -114,7 +124,7 @@ def _cost_of_tracing(pipe: Any, step: Step, pairs: int) -> float:
         seconds = {}
         for on in (False, True) if index % 2 else (True, False):
             with pipe.tracing() if on else nullcontext():
-                (seconds[on],) = _timed(step, 1, 0)
+                (seconds[on],) = timed(step, 1, 0)
         found.append(seconds[True] / seconds[False] - 1)
     return statistics.median(found)
 
@@ -138,26 +148,26 @@ def _work_of_tracing(pipe: Any, rounds: int = 20) -> float:
 
 def _measure(rank: int, size: int, name: str, steps: int, rounds: int) -> dict[str, Any]:
     """Medians in seconds of everything on one model."""
-    single = _single(name)
-    mine, pipe = _ours(name, size)
+    alone = single(name)
+    mine, pipe = ours(name, size)
     parts = len(MODELS[name]().parts())
-    cuts = {cut: _upstream(name, rank, size, cut) for cut in range(1, parts)}
-    looks = {cut: torch.tensor(statistics.median(_timed(step, 4, 2))) for cut, step in cuts.items()}
+    cuts = {cut: upstream(name, rank, size, cut) for cut in range(1, parts)}
+    looks = {cut: torch.tensor(statistics.median(timed(step, 4, 2))) for cut, step in cuts.items()}
     for seconds in looks.values():
         dist.broadcast(seconds, 0)  # both must take the same one
     best = min(looks, key=lambda cut: float(looks[cut]))
     contenders: dict[str, Step] = {
-        "one": single if rank == 0 else lambda: None,
-        "two": single,
+        "one": alone if rank == 0 else lambda: None,
+        "two": alone,
         "ours": mine,
         "even": cuts[parts // 2],
         "best": cuts[best],
-        "ddp": _data_parallel(name, size),
+        "ddp": data_parallel(name, size),
     }
     times: dict[str, list[float]] = {key: [] for key in contenders}
     for index in range(rounds):
         for key, step in contenders.items():
-            times[key] += _timed(step, steps, 1 if index else 3)
+            times[key] += timed(step, steps, 1 if index else 3)
     result: dict[str, Any] = {key: statistics.median(found) for key, found in times.items()}
     tracing = _cost_of_tracing(pipe, mine, 5 * rounds * steps)
     busy = pipe.trace.busy

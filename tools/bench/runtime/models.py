@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["MODELS", "Chain", "SleepLayer", "Sleepy"]
+__all__ = ["MODELS", "Chain", "SleepLayer", "Sleepy", "slept"]
 
 
 def _rest(until: float) -> None:
@@ -19,16 +19,25 @@ def _rest(until: float) -> None:
         pass
 
 
+_slept = [0.0]
+
+
+def slept() -> float:
+    """The seconds that forwards of sleeping layers have taken in this process."""
+    return _slept[0]
+
+
 class _Sleep(torch.autograd.Function):
     """A scaled copy that takes as long as it was told, its own arithmetic included."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, seconds: float) -> torch.Tensor:
-        until = time.perf_counter() + seconds
+        began = time.perf_counter()
         ctx.save_for_backward(x, scale)
         ctx.seconds = seconds
         y = x * scale
-        _rest(until)
+        _rest(began + seconds)
+        _slept[0] += time.perf_counter() - began
         return y
 
     @staticmethod

@@ -51,7 +51,7 @@ def _rank(queue: Any, path: str, rank: int, size: int, function: Callable[..., A
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     try:
         store = dist.FileStore(path, size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=1800))
         queue.put((rank, True, function(rank, size, *args)))
         dist.barrier()
         dist.destroy_process_group()
