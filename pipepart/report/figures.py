@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pipepart.planning.plan import Plan
 from pipepart.schedule import Timeline
 
-__all__ = ["PREFIX", "measured_step", "plan_figures", "step_figures", "warm_steps"]
+__all__ = ["PREFIX", "WARM_UP", "measured_step", "plan_figures", "step_figures", "warm_steps"]
 
 PREFIX = "pipepart/"
-_WARM_UP = 3
+WARM_UP = 3
 """First steps of a run, which announce shapes and fill caches."""
 
 
 def warm_steps(step_times: Sequence[float]) -> Sequence[float]:
     """Return the usual steps of a run: all but the first few, or all if there are no others."""
-    return step_times[_WARM_UP:] or step_times
+    return step_times[WARM_UP:] or step_times
 
 
 def measured_step(step_times: Sequence[float]) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipepart.errors import PlanError
 from pipepart.planning.plan import Plan
+from pipepart.report.account import Account
 from pipepart.report.graph_view import GraphView
 from pipepart.report.timelines import pack
 from pipepart.schedule import SCHEDULES, Timeline
@@ -102,6 +103,7 @@ def make_payload(
     measured_step: float | None = None,
     compare: Plan | None = None,
     memory: MemoryModel | None = None,
+    account: Account | None = None,
 ) -> dict[str, Any]:
     """Return the whole document. Without `graph` the ops are known by name only."""
     if graph is not None and graph.name != plan.ops:
@@ -129,6 +131,7 @@ def make_payload(
         "same_ops": compare is not None and compare.ops == plan.ops,
         "measured": None if measured is None else _packed(measured),
         "measured_step": measured_step,
+        "account": None if account is None else dataclasses.asdict(account),
         "graph": _graph(view, known=graph is not None),
         "schedules": {name: kind.summary for name, kind in SCHEDULES.items()},
         "optimizer_states": _states(plan, memory),

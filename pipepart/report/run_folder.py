@@ -12,6 +12,7 @@ from pipepart.cost import OpCosts
 from pipepart.errors import PlanError
 from pipepart.files import load_json, write_whole
 from pipepart.planning.plan import Plan
+from pipepart.report.account import Account, load_account
 from pipepart.report.graph_view import GraphView, load_graph
 from pipepart.report.page import MemoryModel, make_payload, render_page
 from pipepart.report.timelines import load_timeline
@@ -32,13 +33,14 @@ def write_report(
     compare: Plan | None = None,
     optimizer_states: float | None = None,
     memory_limit: float | Sequence[float] | None = None,
+    account: Account | None = None,
 ) -> Path:
     """Write one self-contained HTML page about a plan.
 
     `graph` is the `OpGraph` that was planned (or a `GraphView`), `costs` its per-op costs, `measured` a traced step,
     `measured_step` the seconds of a usual step (by default those of the traced one), `compare` a second plan.
     `optimizer_states` (bytes of optimizer state per byte of weights) and `memory_limit` (bytes of a device) replace the
-    figures of the plan.
+    figures of the plan. `account` says where the time of a step went.
     """
     target = Path(path)
     payload = make_payload(
@@ -49,6 +51,7 @@ def write_report(
         measured_step=measured_step,
         compare=compare,
         memory=MemoryModel(optimizer_states, memory_limit),
+        account=account,
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, render_page(payload))
@@ -75,11 +78,12 @@ def _found(folder: Path, name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A plan file, and the trace and the graph beside it."""
+    """A plan file, and the trace, the graph and the account of a step beside it."""
 
     plan: Path
     trace: Path | None
     graph: Path | None
+    account: Path | None
 
 
 def locate(source: str | Path) -> RunFiles:
@@ -94,7 +98,8 @@ def locate(source: str | Path) -> RunFiles:
         raise PlanError(f"no plan.json in {str(folder)!r}: a page needs the plan. Save it there with plan.save(path).")
     trace = where if kind == "timeline" else plan.parent / "trace.json"
     graph = where if kind == "graph" else plan.parent / "graph.json"
-    return RunFiles(plan, trace if trace.is_file() else None, graph if graph.is_file() else None)
+    account = plan.parent / "account.json"
+    return RunFiles(plan, *(path if path.is_file() else None for path in (trace, graph, account)))
 
 
 def view(
@@ -102,8 +107,9 @@ def view(
 ) -> Path:
     """Write a page from a plan file, a trace file beside its plan, or a run folder, and return its path.
 
-    A run folder holds `plan.json`, and optionally `trace.json` (a measured step) and `graph.json` (names and places of
-    ops). `compare` is the path of a second plan, or of its folder, to show beside the first.
+    A run folder holds `plan.json`, and optionally `trace.json` (a measured step), `graph.json` (names and places of ops)
+    and `account.json` (where the time of a step went). `compare` is the path of a second plan, or of its folder, to show
+    beside the first.
     """
     files = locate(source)
     plan = Plan.load(files.plan)
@@ -116,6 +122,7 @@ def view(
         plan,
         graph=graph,
         measured=load_timeline(files.trace) if files.trace else None,
+        account=load_account(files.account) if files.account else None,
         title=title if title is not None else (beside.resolve().name or "pipepart"),
         compare=None if compare is None else Plan.load(locate(compare).plan),
     )

@@ -13,6 +13,7 @@ import pytest
 from report_samples import costs_of, gpt_graph, jittered, moved, sample_plan
 
 from pipepart.report import write_report
+from pipepart.report.account import MEANINGS, MeanStep, account_of
 from pipepart.report.timelines import flows, implied_receives
 from pipepart.schedule import Timeline, make_schedule, simulate
 
@@ -45,9 +46,17 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     other = moved(sample_plan(4, 1, 8, "zb_h1", graph=graph, seed=3), 5)
     odd = gpt_graph(4, NASTY)
     split = sample_plan(3, 2, 7, "zb_v", graph=gpt_graph(5))
+    account = account_of(plan, measured, MeanStep(20, measured.step_time + 0.02, measured.step_time, 0.01, 0.004))
     return {
         "full": write_report(
-            folder / "full.html", plan, graph=graph, costs=costs, measured=measured, title="GPT", memory_limit=3e7
+            folder / "full.html",
+            plan,
+            graph=graph,
+            costs=costs,
+            measured=measured,
+            title="GPT",
+            memory_limit=3e7,
+            account=account,
         ),
         "both": write_report(folder / "both.html", plan, graph=graph, costs=costs, measured=measured, compare=other),
         "alone": write_report(folder / "alone.html", sample_plan(5, 2, 8, "interleaved")),
@@ -161,6 +170,16 @@ def test_every_stage_and_every_action_is_there(browser, pages):
         page.click("#tried summary")
         assert page.locator("#tried tbody tr").count() == 2
         assert "167" in page.inner_text("#kpi-step") or "ms" in page.inner_text("#kpi-step")
+
+
+def test_the_account_of_a_step_adds_up(browser, pages):
+    with Opened(browser, pages["full"]) as page:
+        names = page.locator("#account .bars .label").all_inner_texts()
+        shares = page.locator("#account .bars .figure").all_inner_texts()
+        assert names == list(MEANINGS)
+        assert sum(float(text.split("·")[1].removesuffix(" %")) for text in shares) == pytest.approx(100, abs=0.5)
+        assert "pipeline" in page.locator("#advice").inner_text()
+        assert page.locator("#account li").count() == 2
 
 
 def test_a_step_faster_than_the_bound_says_why(browser, tmp_path):

@@ -31,6 +31,24 @@
     return h("div", { class: "kpis" }, found);
   }
 
+  /** Where the time of a measured step went: a bar for each part, the other ways to train, and the advice. */
+  function account(found) {
+    if (!found) return null;
+    const most = Math.max(...found.parts.map((part) => part.seconds));
+    const rows = found.parts.map((part) => [
+      h("span", { class: "label", title: part.meaning }, part.name),
+      h("div", { class: "bar", title: part.meaning }, h("i", { colour: `var(--${part.name === "compute" ? "F" : "RECV"})`, "width%": most ? 100 * part.seconds / most : 0 })),
+      h("span", { class: "figure" }, `${pp.seconds(part.seconds)} · ${pp.percent(found.step ? part.seconds / found.step : 0)}`),
+    ]);
+    const others = found.alternatives.map((other) => h("li", {},
+      `${other.name}: about ${pp.seconds(other.seconds)} a step` + `, ${pp.seconds(other.exchange)} of it exchange${other.assumed ? " over an assumed link" : ""}` +
+      (other.memory === null ? "" : `, ${pp.bytes(other.memory)} on each device`) + (other.fits === false ? ", more than a device has" : "")));
+    return h("div", { id: "account" }, h("h3", {}, "Where the time of a step goes"),
+      h("p", { class: "note" }, `The mean of ${pp.plural(found.steps, "usual step")} over all devices: ${pp.seconds(found.step)}, with all that the trainer does between two batches.`),
+      h("div", { class: "bars" }, rows), h("p", { id: "advice" }, found.advice),
+      others.length ? h("ul", { class: "note" }, others) : null);
+  }
+
   function strip(plan) {
     const found = [];
     const direct = new Map(plan.traffic.map((t) => [t.source * 65536 + t.target, t]));
@@ -68,6 +86,8 @@
       root.append(h("div", { class: "chips" }, data.graph.tied.map(([name, ops]) =>
         h("span", { class: "chip" }, `tied weight ${name}: ${pp.plural(ops.length, "use")}`))));
     }
+    const spent = account(data.account);
+    if (spent) root.append(spent);
     const tried = pp.triedTable(plan);
     if (tried) root.append(tried);
     if (plan.baselines.length) {
