@@ -22,9 +22,10 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from pipepart.cli.meeting_point import Met, meet_agents
-from pipepart.cli.restarts import RESUME, RUN_OF_MACHINES, joining_note
+from pipepart.cli.restarts import RESUME, RUN_OF_MACHINES, SPARE, joining_note
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.runtime.addresses import check_host, free_port
+from pipepart.spare_files import SPARE_FOLDER, listed, newest_whole
 
 __all__ = ["launch_config"]
 
@@ -70,6 +71,7 @@ class _Meeting(RendezvousHandler):
                 met.store.set("resume", parameters.config["resume"])
                 met.store.set("port", str(free_port(met.address)))
             os.environ[RESUME] = met.store.get("resume").decode(errors="replace")
+            os.environ[SPARE] = self._spare(met)
             self._met, self._heard, self._looked = met, 0, time.monotonic()
             main = RendezvousStoreInfo(met.address, int(met.store.get("port")))
         except dist.DistError as error:
@@ -78,6 +80,15 @@ class _Meeting(RendezvousHandler):
                 "on the machine with this address has ended, or the network between the machines is broken."
             ) from error
         return RendezvousInfo(met.store, met.node, met.nodes, main)
+
+    def _spare(self, met: Met) -> str:
+        """The newest state that the hosts of this meeting have in memory; empty if they go on from a checkpoint."""
+        folder, joined = self._parameters.config["spare"], self._parameters.config["joined"]
+        met.store.set(f"spare/{met.node}", listed(Path(folder)) if folder and not joined else "")
+        if met.node == 0:
+            lists = [met.store.get(f"spare/{node}").decode(errors="replace") for node in range(met.nodes)]
+            met.store.set("spare", "" if joined else newest_whole(lists))
+        return met.store.get("spare").decode(errors="replace")
 
     def is_closed(self) -> bool:
         return self._closed
@@ -112,11 +123,17 @@ class _Meeting(RendezvousHandler):
 
 
 def launch_config(
-    config: dict[str, Any], logs: Path, patience: int, start_method: str = "spawn", again: bool = False
+    config: dict[str, Any],
+    logs: Path,
+    patience: int,
+    start_method: str = "spawn",
+    again: bool = False,
+    joined: bool = False,
 ) -> LaunchConfig:
     """Return the settings of the agent. `patience` is the number of seconds that a rank has to end by itself.
 
-    `again`: the job has lost ranks, and does not wait long for machines that it can go on without.
+    `again`: the job has lost ranks, and does not wait long for machines that it can go on without. `joined`: it has ended after
+    a checkpoint, from which all go on.
     """
     count, launcher = int(config["devices"]), config["launcher"]
     nodes = int(launcher["nodes"])
@@ -140,6 +157,8 @@ def launch_config(
             "grace": _LAST_CALL if again else None,
             "resume": str(config.get("resume") or ""),
             "note": str(joining_note(logs.parent)),
+            "spare": os.environ.get(SPARE_FOLDER, ""),
+            "joined": joined,
         },
         local_addr="127.0.0.1" if nodes == 1 else None,
         max_restarts=0,

@@ -29,7 +29,8 @@ from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.options import Options
 from pipepart.pipeline import Pipeline
 from pipepart.planning import Plan
-from pipepart.planning.entry import Target, plan_for
+from pipepart.planning.entry import Target, layout_of, plan_for
+from pipepart.planning.sync_prices import describe_sync, sync_prices
 from pipepart.recording import Recording, record
 from pipepart.runtime import Mesh, fit_mesh
 
@@ -60,7 +61,7 @@ def plan(
     config = checked(compose_config(overrides, "plan", extra))
     options = StrategyOptions.among({**config["strategy"], "plan": None})  # this command makes one
     cluster = None if config["cluster"].get("measured") else cluster_from(config["cluster"])
-    found, notes = _made(config, options, cluster, named)
+    found, notes, prices = _made(config, options, cluster, named)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         found.save(output)
@@ -77,6 +78,8 @@ def plan(
     print(f"pipepart plan  {title} for {'this machine' if cluster is None else cluster.name}\n\n{found.describe()}")
     for note in notes:
         print(f"note       {note}")
+    if prices:
+        print(f"\n{prices}")
     if output is not None:
         print(f"\nplan  {shown(output)}")
     return 0
@@ -100,8 +103,8 @@ def _devices(config: dict[str, Any], cluster: Cluster | None) -> int:
 
 def _made(
     config: dict[str, Any], options: Options, cluster: Cluster | None, named: str | None
-) -> tuple[Plan, Sequence[str]]:
-    """The plan, and the notes of the recorded step."""
+) -> tuple[Plan, Sequence[str], str]:
+    """The plan, the notes of the recorded step, and the prices of the modes of replicas."""
     devices = _devices(config, cluster)
     mesh = fit_mesh(devices, options.stages, options.replicas)  # refuses impossible meshes
     fixed = replace(options, stages=mesh.stages, replicas=mesh.replicas)
@@ -114,7 +117,9 @@ def _made(
         dtype=next((name for key, name in _DTYPES.items() if precision.startswith(key)), None),
         each_replica=True,  # every replica has a loader of its own
     )
-    return plan_for(step.recording, step.args, step.kwargs, options, target), step.recording.notes
+    made = plan_for(step.recording, step.args, step.kwargs, options, target)
+    prices = sync_prices(made, layout_of(made, options, target), target.optimizer_factor)
+    return made, step.recording.notes, describe_sync(prices, made.memory_limit)
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,16 @@ from tqdm import tqdm
 
 from pipepart.cli.console import quiet_libraries, show_messages, shown
 from pipepart.cli.restarts import MoreMachines, joining_note
+from pipepart.cli.spare_state import SpareState
 from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
 from pipepart.files import may_fail, write_whole
 from pipepart.lightning import PipelineMonitor, PipelineStrategy
 from pipepart.report import save_graph, save_timeline, write_report
+from pipepart.report.account import save_account
 from pipepart.report.figures import measured_step
 from pipepart.secrets import redacted
+from pipepart.spare_files import SPARE_FOLDER
 
 __all__ = ["Progress", "RunCheckpoint", "build_recipe", "fit"]
 
@@ -75,6 +78,9 @@ def fit(config: dict[str, Any], folder: Path) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunCheckpoint) and config["launcher"].get("fewer"):
             callback.note = joining_note(folder)
+    if config["launcher"]["spare_state"] is not None:
+        kept = SpareState(os.environ[SPARE_FOLDER], int(config["launcher"]["spare_every"]))
+        trainer.callbacks.append(kept)  # type: ignore[attr-defined]
     trainer.fit(module, datamodule=data, ckpt_path=config["resume"], weights_only=True)
     if trainer.is_global_zero:
         _write_results(trainer, strategy, folder, config)
@@ -161,12 +167,15 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
     }
     if not any(monitor.writes_report(folder) for monitor in monitors):
         graph, costs, name = strategy.runtime.graph, strategy.runtime.costs, str(config["name"])
+        account = strategy.account
         if timeline is not None:
             writers["trace.json"] = lambda path: save_timeline(path, timeline)
         writers["plan.json"] = plan.save
         writers["graph.json"] = lambda path: save_graph(path, graph, costs)
+        if account is not None:
+            writers["account.json"] = lambda path: save_account(path, account)
         writers["report.html"] = lambda path: write_report(
-            path, plan, graph=graph, costs=costs, measured=timeline, measured_step=measured, title=name
+            path, plan, graph=graph, costs=costs, measured=timeline, measured_step=measured, title=name, account=account
         )
     for name, write in writers.items():
         with may_fail(shown(folder / name)):

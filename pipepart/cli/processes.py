@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from pipepart.cli.libraries import load_libraries
 from pipepart.cli.restarts import (
     JOINED,
     RESUME,
+    SPARE,
     MoreMachines,
     Restarts,
     go_on_hint,
@@ -37,6 +38,7 @@ from pipepart.machine import shared_cores
 from pipepart.machine.ports import JOB_PORTS
 from pipepart.parent import end_with_parent, spawned_tied
 from pipepart.secrets import clean, clean_output, redacted
+from pipepart.spare_files import spare_folder
 from pipepart.values import printable
 
 __all__ = [
@@ -128,10 +130,16 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
     forks = alone and can_fork()  # the agents of several machines meet in a store, which has a thread
     restarts = Restarts(config, folder)
     joining_note(folder).unlink(missing_ok=True)
-    os.environ.pop(RESUME, None)
+    for name in (RESUME, SPARE):
+        os.environ.pop(name, None)
+    kept = ExitStack()
+    if config["launcher"]["spare_state"] is not None:
+        kept.enter_context(spare_folder())
     try:
         while True:
-            launch = launch_config(config, logs, _PATIENCE, "fork" if forks else "spawn", restarts.begun_again)
+            launch = launch_config(
+                config, logs, _PATIENCE, "fork" if forks else "spawn", restarts.begun_again, restarts.after_checkpoint
+            )
             given = (json.dumps(config), str(folder), named, os.getpid())
             try:
                 with spawned_tied(), job_folder() if alone else nullcontext():
@@ -156,6 +164,8 @@ def start_ranks(config: dict[str, Any], folder: Path, named: str | None = None) 
         name = signal.Signals(error.sigval).name if isinstance(error, SignalException) else "SIGINT"
         hint = go_on_hint(config, folder)
         raise PipelineError(f"stopped by {name}; all processes have ended.{hint}") from None
+    finally:
+        kept.close()
 
 
 def silence_tracker() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipepart.cli.console import shown
 from pipepart.errors import PipelineError
+from pipepart.spare_files import SPARE_FOLDER
 
 if TYPE_CHECKING:
     from pipepart.lightning.remote_files import RemoteFile
@@ -22,6 +23,7 @@ __all__ = [
     "JOINED",
     "RESUME",
     "RUN_OF_MACHINES",
+    "SPARE",
     "MoreMachines",
     "Restarts",
     "go_on_hint",
@@ -39,9 +41,14 @@ RUN_OF_MACHINES = "pipepart"
 RESUME = "PIPEPART_RESUME"
 """The variable with the checkpoint from which the first machine of a job resumes; the others have not seen it written."""
 
+SPARE = "PIPEPART_SPARE"
+"""The variable with the state in the memory of the machines with which they go on; empty without one."""
+
 
 class MoreMachines(Exception):
     """The ranks end after a checkpoint, since more machines wait to join."""
+
+    _pipepart_told = True  # it is no failure of a rank that others have to hear of
 
 
 def joining_note(folder: Path) -> Path:
@@ -50,10 +57,13 @@ def joining_note(folder: Path) -> Path:
 
 
 def resume_of_first(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with the checkpoint from which the first machine of the job resumes."""
+    """The configuration with the checkpoint from which the first machine resumes, or the state in memory of all machines."""
     if RESUME not in os.environ or os.environ.get("TORCHELASTIC_RUN_ID") != RUN_OF_MACHINES:
         return config
-    return {**config, "resume": os.environ[RESUME] or None}
+    resume: str | None = os.environ[RESUME] or None
+    if os.environ.get(SPARE):
+        resume = str(Path(os.environ[SPARE_FOLDER], os.environ[SPARE]))
+    return {**config, "resume": resume}
 
 
 def last_checkpoint(config: dict[str, Any], folder: Path) -> Path | RemoteFile:
@@ -88,7 +98,7 @@ class Restarts:
         self.config, self._folder = config, folder
         self._before = written(last_checkpoint(config, folder))
         self.count = 0
-        self.begun_again = False
+        self.begun_again = self.after_checkpoint = False
         self.text = ""
         """What the last call of `another` has decided, for the user."""
 
@@ -98,12 +108,14 @@ class Restarts:
         if 0 <= limit <= self.count:
             return False
         self.count += 1
+        self.after_checkpoint = False
         allowed = "" if limit < 0 else f" of {limit}"
         self._go_on(f"restart {self.count}{allowed}")
         return True
 
     def joined(self) -> None:
         """Start again after a checkpoint, with machines that have come. That is no failure."""
+        self.after_checkpoint = True
         self._go_on("more machines have come: going on with them")
 
     def _go_on(self, why: str) -> None:
@@ -112,7 +124,8 @@ class Restarts:
         if written(last) not in (None, self._before):
             self.config = {**self.config, "resume": str(last)}
         start = "the beginning" if self.config["resume"] is None else shown(self.config["resume"])
-        self.text = f"pipepart train: {why}, from {start}"
+        spare = self.config["launcher"].get("spare_state") is not None and not self.after_checkpoint
+        self.text = f"pipepart train: {why}, from {'the state in memory if there is one, or ' * spare}{start}"
 
 
 def shape_left(config: dict[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,11 @@ class LauncherConfig:
     one that runs on this machine); without one, a cluster is started for the run."""
     wait: int = 300
     """Seconds to wait for the other machines, or for the workers of Ray."""
+    spare_state: str | None = None
+    """neighbour: each machine keeps the state of the run (weights, optimizer states, loops) in memory, its own part and that of
+    the next machine, so that a failure costs at most `spare_every` steps, whatever the checkpoints on disk."""
+    spare_every: int = 50
+    """Optimizer steps between two states in memory."""
     failures: int = 0
     """Failures after which the processes are started again, from the last checkpoint of the run; -1: without a limit."""
 
@@ -131,6 +136,7 @@ RANGES = {
     "launcher.wait": SECONDS,
     "launcher.failures": _NO_LIMIT,
     "launcher.min_nodes": COUNT,
+    "launcher.spare_every": COUNT,
     **dict.fromkeys(("trainer.max_steps", "trainer.max_epochs", "trainer.num_sanity_val_steps"), _NO_LIMIT),
     **dict.fromkeys(("trainer.accumulate_grad_batches", "trainer.check_val_every_n_epoch"), _ONE_OR_MORE),
     **{

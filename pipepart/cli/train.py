@@ -109,6 +109,15 @@ def check_run(config: dict[str, Any], queued: bool = False) -> None:
             f"launcher.min_nodes={least} must be at most launcher.nodes={launcher['nodes']}, and is not for Ray, which places "
             "workers itself"
         )
+    spare = launcher["spare_state"]
+    if spare not in (None, "neighbour"):
+        raise ConfigError(f"launcher.spare_state must be null or neighbour, got {spare!r}")
+    own_start = launcher["engine"] == "torch" and not (queued or already_started())
+    if spare is not None and (launcher["nodes"] < 2 or not own_start):
+        raise ConfigError(
+            "launcher.spare_state=neighbour keeps the state of a machine on another one: it needs launcher=nodes with at least "
+            "two machines. torchrun, queues and Ray start the processes of a job again themselves, from a checkpoint"
+        )
     if launcher["engine"] == "ray":
         check_ray(config)
     elif launcher["nodes"] > 1 and not launcher["address"] and not (queued or already_started()):

@@ -25,6 +25,7 @@ def view_files(
     """Write the requested files and print their paths. With `text` alone no file is written."""
     from pipepart.planning.plan import Plan
     from pipepart.report import load_timeline, plan_text, view, write_perfetto, write_svg
+    from pipepart.report.account import load_account
     from pipepart.report.run_folder import locate
 
     found = locate(source)
@@ -32,7 +33,9 @@ def view_files(
     measured = load_timeline(found.trace) if found.trace else None
     made: list[Path] = []
     if text:
-        print(plan_text(plan, measured, shutil.get_terminal_size().columns, color=sys.stdout.isatty()))
+        account = load_account(found.account) if found.account else None
+        width, color = shutil.get_terminal_size().columns, sys.stdout.isatty()
+        print(plan_text(plan, measured, width, color=color, account=account))
     if output is not None or compare is not None or not (text or svg or perfetto):
         made.append(view(source, output, compare=compare, title=title))
     if svg:
