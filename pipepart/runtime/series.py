@@ -1,103 +1,155 @@
 """A series: batches of an evaluation that go through the pipeline one after the other, without a pause between them.
 
-Three stages, batches of four micro-batches. Each batch alone drains the pipeline:
-
-```
-stage 0   0 0 0 0 . .   1 1 1 1 . .
-stage 1   . 0 0 0 0 .   . 1 1 1 1 .
-stage 2   . . 0 0 0 0   . . 1 1 1 1
-```
-
-In a series the pipeline stays full until its last batch:
-
-```
-stage 0   0 0 0 0 1 1 1 1 . .
-stage 1   . 0 0 0 0 1 1 1 1 .
-stage 2   . . 0 0 0 0 1 1 1 1
-```
+The first stage sends one message in front of the micro-batches of each window: the forms and the numbers of its batches. The
+other stages follow, and never wait for a stage behind them. The last stage posts the results. Each stage takes those of a
+batch after it has run `ahead` more, which bounds the memory of what is under way.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from itertools import chain
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
-import torch.fx as fx
-
-from pipepart.graph import op_graph
-from pipepart.recording import Recording
-from pipepart.recording.recorded_run.intrinsics import set_attribute
-from pipepart.runtime.chunked_step import ChunkedStep, StageInputs
+from pipepart.errors import PipelineError
 from pipepart.runtime.executor import PreparedBatch
+from pipepart.runtime.failure import guarded
+from pipepart.runtime.mesh import Groups
 from pipepart.runtime.microbatch import MicrobatchSizes
-from pipepart.samples.follow import outputs_of
+from pipepart.runtime.program import Program, StepRequest, StepResult, prepared
+from pipepart.runtime.results import Results
+from pipepart.runtime.transport import Posts, Transport, received
 
-__all__ = ["batches_together", "joined"]
-
-_BUBBLE = 0.03
-"""The share of a series in which devices may be idle while the pipeline fills and drains."""
-_MOST = 32
-"""The largest number of batches in a series."""
-_BYTES = 1e9
-"""The bytes of inputs, outputs and tensors between stages that a series may hold, if all of them waited at once."""
-_OF_TIMEOUT = 0.1
-"""The share of the time limit of transfers that a series may take, by the prediction of the plan."""
+__all__ = ["Series"]
 
 
-def batches_together(step: ChunkedStep, inputs: StageInputs) -> int:
-    """Return the number of batches in a series of a recorded step: 1 if it cannot run in a series, or gains nothing.
+@dataclass(frozen=True)
+class _Run:
+    """A batch that has run on this stage."""
 
-    The forward of a batch in a series begins before the effects of the batches before it. So a step runs alone if it keeps
-    attributes or reads numbers of the Python state. It runs alone, too, if its tail needs all micro-batches of a batch, if it
-    draws from the generator of its stage, and if it needs numbers of all replicas, which would wait for each other.
-    The number is equal on all ranks of a replica.
-    """
-    plan, recording, options = inputs.plan, step.recording, inputs.options
-    if (
-        plan.stages == 1
-        or recording.training
-        or step.tail is not None
-        or (recording.draws and options.randomness == "stage")
-        or (plan.replicas > 1 and step.weighed.needs_totals(train=False))
-        or any(item.place is not None for item in recording.inputs)
-        or any(node.target is set_attribute for node in recording.graph.nodes)
-    ):
-        return 1
-    filled = (plan.stages - 1) * (1.0 - _BUBBLE) / _BUBBLE
-    wanted = min(_MOST, math.ceil(filled / plan.microbatches))
-    held = plan.microbatches * (_ends(recording) + sum(traffic.forward_bytes for traffic in plan.traffic))
-    by_memory = int(_BYTES / held) if held else wanted
-    by_time = int(_OF_TIMEOUT * options.timeout / plan.step_time) if plan.step_time > 0 else wanted
-    return max(1, min(wanted, by_memory, by_time))
+    sizes: MicrobatchSizes
+    samples: int
+    number: int | None
+    """The number of its result on the lane; None if stages meet after each window."""
+    result: StepResult | None
+    """None until it is received."""
 
 
-def _ends(recording: Recording) -> int:
-    """Return the bytes of the inputs and outputs of a micro-batch."""
-    ops = op_graph(recording).ops
-    sizes = {op.name: op.output_bytes for op in ops}
-    ends = {op.name for op in ops if op.kind == "input"}
-    ends |= {value.name for value in outputs_of(recording.graph) if isinstance(value, fx.Node)}
-    return sum(sizes.get(name, 0) for name in ends)
+class Series:
+    """The batches of one evaluation with one recorded step. All stages of the replica make the same calls."""
 
+    def __init__(
+        self, program: Program, groups: Groups, control: Transport, headers: Posts, results: Results, first: int
+    ) -> None:
+        """`headers` go from stage `first` to the others by `control`. `results` has a lane if batches run ahead."""
+        self.window, self.ahead = program.pace.window, program.pace.ahead
+        """The batches that are given to `run` together; the batches that run before the results of a batch are taken."""
+        self._program, self._groups, self._control, self._results = program, groups, control, results
+        self._headers, self._first = headers, first
+        self._most = 2 * (self.ahead + self.window)
+        """The headers or results that are under way at most; so many are never needed."""
+        self._under_way: deque[_Run] = deque()
+        self._made = False
+        """Whether something was made of results, in their order, that cannot be taken back."""
 
-def joined(batches: Sequence[PreparedBatch]) -> PreparedBatch:
-    """Return batches as one, with the micro-batches of all of them in order."""
-    if len(batches) == 1:
-        return batches[0]
-    numbers: dict[str, tuple[float, ...]] = {}
-    for name in batches[0].numbers:
-        each = ((batch.numbers[name], len(batch.sizes)) for batch in batches)
-        numbers[name] = tuple(
-            chain.from_iterable(value if isinstance(value, tuple) else (value,) * count for value, count in each)
-        )
-    parts = [batch.microbatches for batch in batches if batch.microbatches is not None]
-    return PreparedBatch(
-        MicrobatchSizes(tuple(chain.from_iterable(batch.sizes.sizes for batch in batches))),
-        tuple(chain.from_iterable(batch.forms for batch in batches)),
-        numbers,
-        sum(batch.samples for batch in batches),
-        None,
-        None,
-        list(chain.from_iterable(parts)) if parts else None,
-    )
+    @property
+    def under_way(self) -> int:
+        """The number of batches that have run and whose results were not taken."""
+        return len(self._under_way)
+
+    @property
+    def makes(self) -> bool:
+        """Whether `StepRequest.made` is called."""
+        return self.ahead > 0
+
+    def run(self, requests: Sequence[StepRequest], changed: str = "") -> int:
+        """Run the next batches on this stage, and return how many of them have run.
+
+        On the first stage, a request without leaves ends the series: the recording does not hold for its batch. `changed`, on
+        the first stage: the state on which the batches under way depend has changed as the text says, so they count for
+        nothing.
+        """
+        with guarded(self._groups):
+            header: Any = None
+            parts: list[Any] = [None] * len(requests)
+            if self._groups.stage == self._first:
+                fitting = takewhile(lambda request: request.leaves is not None, requests if not changed else ())
+                split = [self._program.split(request) for request in fitting]
+                header, parts = (changed, [one for one, _ in split]), [part for _, part in split]
+                others = [stage for stage in range(self._groups.mesh.stages) if stage != self._first]
+                self._headers.send(header, others, self._most)
+            else:
+                header = received(self._groups, self._control, self._first)
+            changed, forms = header
+            if changed:
+                self._forget(changed)
+            elif forms:
+                batches = [prepared(form, part) for form, part in zip(forms, parts)]
+                self._forward(requests[: len(forms)], batches)
+            return len(forms)
+
+    def _forward(self, requests: Sequence[StepRequest], batches: Sequence[PreparedBatch]) -> None:
+        self._made = self._made or any(request.made is not None for request in requests)
+        for request, batch, merged in zip(requests, batches, self._program.forward(requests, batches)):
+            sizes, samples = batch.sizes, batch.samples
+            number: int | None = None
+            result: StepResult | None = None
+            if not self.ahead:
+                result = self._result(self._results.meet(merged, request.outputs_everywhere), sizes, samples)
+            elif merged is None:
+                number = self._results.expect()
+            else:
+                made = request.made(self._result(merged, sizes, samples)) if request.made is not None else None
+                number = self._results.post(merged, made, self._most)
+                result = self._result(merged, sizes, samples, made)
+            self._under_way.append(_Run(sizes, samples, number, result))
+
+    def _result(self, outputs: list[Any], sizes: MicrobatchSizes, samples: int, made: Any = None) -> StepResult:
+        return StepResult(outputs, sizes, self._program.laws, samples, made)
+
+    def results(self, feed: Callable[[], int]) -> Iterator[StepResult]:
+        """Yield the results of all batches, in order. `feed` calls `run` with the next window, and returns its answer."""
+        ended = False
+        try:
+            while not ended or self._under_way:
+                while not ended and len(self._under_way) <= self.ahead:
+                    ended = feed() < self.window
+                if self._under_way:
+                    yield self.take()
+        finally:
+            self.leave()
+
+    def take(self) -> StepResult:
+        """Return the result of the batch that has run longest ago. Tensors are on all stages."""
+        run = self._under_way.popleft()
+        result = run.result
+        with guarded(self._groups):
+            if result is None:
+                assert run.number is not None
+                outputs, made = self._results.take(run.number)
+                result = self._result(outputs, run.sizes, run.samples, made)
+            elif run.number is not None and not self._under_way:
+                self._results.arrived(run.number)
+            if not self._under_way:
+                self._headers.finish()
+        return result
+
+    def leave(self) -> None:
+        """Forget the results that were not taken."""
+        for run in self._under_way:
+            if run.result is None and run.number is not None:
+                self._results.drop(run.number)
+        self._under_way.clear()
+
+    def _forget(self, changed: str) -> None:
+        """Forget the batches under way, whose state has changed since they ran."""
+        if self._made and self._under_way:
+            raise PipelineError(
+                f"the state that the step reads has changed between two batches of an evaluation: {changed}. Metrics have seen "
+                "later batches already.\n"
+                "  do: change it before the evaluation, or in a hook of the module between two batches "
+                "(on_validation_batch_end), with which batches run one after the other"
+            )
+        self.leave()

@@ -14,7 +14,7 @@ from support.ranks import RanksFailed, run_ranks
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipepart import PipelineStrategy
-from pipepart.runtime.stage import Steps
+from pipepart.runtime.series import Series
 
 
 class Evaluated(Module):
@@ -55,24 +55,26 @@ class Writer(BasePredictionWriter):
         self.written.append(len(predictions))
 
 
-class Sizes:
-    """The numbers of batches that ran together."""
+class UnderWay:
+    """The numbers of batches that were under way after each run of a series."""
 
     def __enter__(self) -> list[int]:
-        self.found, self.before = [], Steps.evaluate_series
+        self.found, self.before = [], Series.run
 
-        def noted(steps: Steps, name: str, requests: Any) -> Any:
-            self.found.append(len(requests))
-            return self.before(steps, name, requests)
+        def noted(series: Series, *args: Any) -> int:
+            ran = self.before(series, *args)
+            self.found.append(series.under_way)
+            return ran
 
-        Steps.evaluate_series = noted
+        Series.run = noted
         return self.found
 
     def __exit__(self, *error: object) -> None:
-        Steps.evaluate_series = self.before
+        Series.run = self.before
 
 
-def _trainer(pipeline: bool, devices: int, **options: Any) -> L.Trainer:
+def _trainer(pipeline: bool, devices: int, chunks: int = 1) -> L.Trainer:
+    options: Any = {"schedule": "1f1b" if chunks == 1 else "interleaved", "chunks": chunks}
     strategy: Any = PipelineStrategy(stages=2, microbatches=4, **options) if pipeline else "auto"
     return L.Trainer(
         strategy=strategy, accelerator="cpu", devices=devices, max_epochs=1, logger=False, enable_checkpointing=False,
@@ -81,10 +83,10 @@ def _trainer(pipeline: bool, devices: int, **options: Any) -> L.Trainer:
     )  # fmt: skip
 
 
-def _runs(pipeline: bool, devices: int) -> dict[str, Any]:
+def _runs(pipeline: bool, devices: int, chunks: int = 1) -> dict[str, Any]:
     module, data = Evaluated(), loader("gpt", 77, 6)  # 13 batches, the last of 5 samples
-    trainer = _trainer(pipeline, devices)
-    with Sizes() as sizes:
+    trainer = _trainer(pipeline, devices, chunks)
+    with UnderWay() as counts:
         trainer.fit(module, loader("gpt", 12, 6), [data, loader("gpt", 20, 4, seed=7)])
         fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
         validated = trainer.validate(module, data, verbose=False)
@@ -95,14 +97,16 @@ def _runs(pipeline: bool, devices: int) -> dict[str, Any]:
         "validated": validated,
         "predicted": values,
         "written": trainer.callbacks[-1].written,
-        "sizes": sizes,
+        "counts": counts,
     }
 
 
 @pytest.mark.slow
-def test_equal_to_one_device() -> None:
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_equal_to_one_device(chunks: int) -> None:
+    """With two chunks on each stage, several batches run with one list of actions."""
     expected = _runs(False, 1)
-    for rank, answer in enumerate(run_ranks(2, _runs, True, 2, timeout=300)):
+    for rank, answer in enumerate(run_ranks(2, _runs, True, 2, chunks, timeout=300)):
         assert answer["fitted"] == pytest.approx(expected["fitted"], abs=1e-9), rank
         assert answer["validated"][0] == pytest.approx(expected["validated"][0], abs=1e-9), rank
         assert len(answer["predicted"]) == len(expected["predicted"]) == 13
@@ -113,8 +117,12 @@ def test_equal_to_one_device() -> None:
         for mine, theirs in zip(answer["written"][:-1], expected["written"][:-1], strict=True):
             assert mine[:3] == theirs[:3]
             assert mine[3] == pytest.approx(theirs[3], abs=1e-9)
-        assert max(answer["sizes"]) == 9  # (2 - 1) * 0.97 / 0.03 / 4 micro-batches, rounded up
-        assert answer["sizes"][-2:] == [9, 4]
+        if chunks == 1:
+            assert max(answer["counts"]) == 3  # the batch whose results are taken next, and two ahead
+            # full from the first batch of 13 to the last
+            assert answer["counts"][-15:] == [1, 2, *[3] * 11, 2, 1]
+        else:
+            assert max(answer["counts"]) == 13
 
 
 class Rows(IterableDataset):
@@ -165,9 +173,9 @@ def _others(pipeline: bool, devices: int) -> list[Any]:
     ):
         trainer = _trainer(pipeline, devices)
         trainer.callbacks = callbacks
-        with Sizes() as sizes:
+        with UnderWay() as counts:
             predicted = trainer.predict(kind(), data)
-        answers.append(([float(p["loss"]) for p in predicted], sizes))
+        answers.append(([float(p["loss"]) for p in predicted], counts))
     return answers
 
 
@@ -178,10 +186,11 @@ def test_streams_and_code_between_batches() -> None:
     for answer in run_ranks(2, _others, True, 2, timeout=300):
         for (mine, _), (theirs, _) in zip(answer, expected, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-9)
-        streams, hooked, counting, unnumbered = (sizes for _, sizes in answer)
-        assert max(streams) > 1
-        assert set(hooked) | set(counting) <= {1}
-        assert not unnumbered or set(unnumbered) == {1}
+        streams, hooked, counting, unnumbered = (counts for _, counts in answer)
+        assert max(streams) == 2, "the third batch has a recording of its own"
+        assert not hooked
+        assert not counting
+        assert not unnumbered
 
 
 def _failing(devices: int) -> Any:
