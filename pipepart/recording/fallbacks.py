@@ -159,6 +159,13 @@ FALLBACKS = (
 """Fallbacks for a failed run, in the order in which they are tried."""
 
 
+_DRAW = (
+    "draw the number with torch, or in a hook before the step, which the step then reads (`def on_train_batch_start(self, "
+    "batch, batch_idx): self.lam = np.random.beta(1, 1)`), "
+)
+_SPLIT = "put this part into a submodule with at most 40 % of the parameters (it is then kept whole)"
+
+
 def fall_back(failure: Failure, settings: Settings) -> NoReturn:
     """Apply the first fallback that may help and ask for a new run; if none is left, raise an error with the reason."""
     error = failure.error
@@ -178,11 +185,16 @@ def fall_back(failure: Failure, settings: Settings) -> NoReturn:
             raise Retry from None
     where = next((path for path in reversed(failure.modules) if path), "")
     tried = list(dict.fromkeys(settings.history))[-_TRIED:]
+    # Changes of Python state say themselves what to do.
+    remedy = (
+        ""
+        if isinstance(error, Unsettled)
+        else f"{_DRAW if isinstance(error, DrawsOutside) else ''}{_SPLIT}, or write it with tensor ops"
+    )
     raise CaptureError(
         f"{failure.call.what} cannot be recorded.\n  where: module {where!r}\n  what: {failure.text}\n"
         + "".join(f"  tried: {item}\n" for item in tried)
-        + "  do: put this part into a submodule with at most 40 % of the parameters (it is then kept whole), or "
-        "write it with tensor ops"
+        + (f"  do: {remedy}" if remedy else "")
     ) from error
 
 

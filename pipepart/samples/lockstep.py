@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipepart.recording.op import op_of
 from pipepart.recording.recorded_run.contexts import outside_rng
 from pipepart.recording.recorded_run.intrinsics import check, set_attribute
 from pipepart.samples.follow import assigned_path
+from pipepart.samples.kept_state import changed_buffers, persistent_writes
 from pipepart.samples.laws import Law, concatenated_dim, law_of
 
 __all__ = ["Lockstep", "Split", "evaluating", "run_in_lockstep"]
@@ -32,6 +33,7 @@ __all__ = ["Lockstep", "Split", "evaluating", "run_in_lockstep"]
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
 _CASTS = {"float": "double", "half": "double", "bfloat16": "double"}
+_WHOLE = (torch.int64, torch.int32)
 _UNINITIALISED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _APART = 0.05
 """The least scale of the random change of a parameter: a parameter that starts at zero often switches something off."""
@@ -66,8 +68,11 @@ class _Run:
         parameters: dict[int, torch.Tensor],
         exact: bool,
         generator: torch.Generator | None,
+        state: frozenset[str] = frozenset(),
     ):
+        """With a `generator`, parameters and the buffers `state` are other than those of the model."""
         self.recording, self.exact, self.parameters, self.generator = recording, exact, parameters, generator
+        self.state = state if generator is not None else frozenset()
         self.values: dict[fx.Node, Any] = {}
         self.assigned: dict[str, Any] = {}
         self.buffers: dict[int, torch.Tensor] = {}
@@ -125,15 +130,16 @@ class _Run:
             return self.assigned[path]
         constants = self.recording.constants
         value = constants[path] if path in constants else resolve(self.recording.root, path)
-        return self._tensor(value) if isinstance(value, torch.Tensor) else value
+        return self._tensor(value, path) if isinstance(value, torch.Tensor) else value
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, tensor: torch.Tensor, path: str = "") -> torch.Tensor:
         if isinstance(tensor, nn.Parameter):
             if id(tensor) not in self.parameters:
                 self.parameters[id(tensor)] = self._moved(self._own(tensor)).requires_grad_(tensor.requires_grad)
             return self.parameters[id(tensor)]
         if id(tensor) not in self.buffers:
-            self.buffers[id(tensor)] = self._own(tensor)
+            own = self._own(tensor)
+            self.buffers[id(tensor)] = _later(own) if path in self.state else own
         return self.buffers[id(tensor)]
 
     def _own(self, leaf: Any) -> Any:
@@ -170,8 +176,10 @@ class _Run:
 class Lockstep:
     """The whole batch and its parts, side by side, after all nodes have run."""
 
-    def __init__(self, recording: Recording, split: Split, moved: int | None, exact: bool) -> None:
-        """Run all nodes. With the seed `moved`, parameters have other values than those of the model."""
+    def __init__(
+        self, recording: Recording, split: Split, moved: int | None, exact: bool, state: frozenset[str] = frozenset()
+    ) -> None:
+        """Run all nodes. With the seed `moved`, parameters and the buffers `state` are other than those of the model."""
         self.recording, self.split, self.exact = recording, split, exact
         self.laws: dict[fx.Node, Law] = {}
         self.chance: set[fx.Node] = set()
@@ -182,7 +190,7 @@ class Lockstep:
         self.parameters: dict[int, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(moved) if moved is not None else None
         self.whole, *self.parts = (
-            _Run(recording, leaves, self.parameters, exact, generator) for leaves in (split.whole, *split.parts)
+            _Run(recording, leaves, self.parameters, exact, generator, state) for leaves in (split.whole, *split.parts)
         )
         with ExitStack() as stack:
             if exact:
@@ -273,11 +281,25 @@ class Lockstep:
 
 
 def run_in_lockstep(recording: Recording, split: Split, moved: int | None = None) -> Lockstep:
-    """Run a batch and its parts in float64, or in the types of the model if an op does not support float64."""
-    try:
-        return Lockstep(recording, split, moved, exact=True)
-    except Exception:
-        return Lockstep(recording, split, moved, exact=False)
+    """Run a batch and its parts in float64, or in the types of the model if an op does not support float64.
+
+    With the seed `moved`, parameters have other values than those of the model, and buffers that the step changes have those
+    of a later step, if the step takes them: a count that starts at zero would look like a sum over samples.
+    """
+    later = frozenset(changed_buffers(recording, persistent_writes(recording)) if moved is not None else ())
+    for state in (later, frozenset[str]()) if later else (later,):
+        for exact in (True, False):
+            with suppress(Exception):
+                return Lockstep(recording, split, moved, exact, state)
+    return Lockstep(recording, split, moved, exact=False)
+
+
+def _later(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a buffer with other values: numbers and counts are larger, and values that are not negative stay so."""
+    if buffer.is_floating_point():
+        noise = torch.rand(buffer.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(buffer)
+        return buffer + noise * (0.3 * buffer.abs() + _APART)
+    return buffer + 1 if buffer.numel() == 1 and buffer.dtype in _WHOLE else buffer
 
 
 def _is_count(value: Any) -> bool:

@@ -15,22 +15,21 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipepart.recording import Recording
 from pipepart.recording.execution.emit import executable
-from pipepart.recording.execution.ops_run import RecordedGraph, resolve, used_tensors
+from pipepart.recording.execution.ops_run import RecordedGraph, used_tensors
 from pipepart.recording.op import op_of, set_op
 from pipepart.recording.recorded_run.intrinsics import set_attribute
-from pipepart.samples.follow import assigned_path, outputs_of, sources_of
+from pipepart.samples.follow import outputs_of, sources_of
+from pipepart.samples.kept_state import changed_buffers, persistent_writes
 from pipepart.samples.laws import Law
 from pipepart.samples.mixing import Mixing, fault_of
 
-__all__ = ["Refused", "Tail", "TailCut", "cut_tail", "persistent_writes"]
+__all__ = ["Refused", "Tail", "TailCut", "cut_tail"]
 
 _FEW = 0.1
 """The largest share of a model's parameters that a tail may use; all of them are on the last stage."""
-_NORMS = ("batch_norm", "native_batch_norm")
 
 
 class Refused(Exception):
@@ -65,46 +64,21 @@ def cut_tail(recording: Recording, mixing: Mixing) -> TailCut | None:
         value: Any = node.args[2] if node.target is set_attribute else None
         if isinstance(value, fx.Node) and laws[value.name].kind in ("batched", "blocks", "rows"):
             raise Refused(f"{fault_of(node)} keeps samples of a batch in an attribute for the next one")
-    tail, inputs = _grown(recording, [outputs[i] for i in mixing.wrong], writes, laws)
-    kept = [out for i, out in enumerate(outputs) if i not in mixing.wrong and isinstance(out, fx.Node)]
+    after = _descendants(recording, writes)
+    # Outputs that show what the step has changed are those after the change by the whole batch.
+    made = tuple(i for i, out in enumerate(outputs) if i in mixing.wrong or (isinstance(out, fx.Node) and out in after))
+    tail, inputs = _grown(recording, [outputs[i] for i in made], writes, laws)
+    kept = [out for i, out in enumerate(outputs) if i not in made and isinstance(out, fx.Node)]
     _check_apart(tail, [*inputs, *kept], writes)
     cut = TailCut(
-        outputs=mixing.wrong,
+        outputs=made,
         ops=tuple(node.name for node in recording.graph.nodes if node in tail),
         inputs={node.name: laws[node.name] for node in recording.graph.nodes if node in inputs},
-        loss=recording.loss_index in mixing.wrong,
-        buffers=tuple(_written(recording, [node for node in writes if node in tail])),
+        loss=recording.loss_index in made,
+        buffers=tuple(changed_buffers(recording, [node for node in writes if node in tail])),
     )
     _check_small(recording, tail)
     return cut
-
-
-def persistent_writes(recording: Recording) -> list[fx.Node]:
-    """Return the ops that change values which the next call reads: buffers in place, attributes that get a new tensor.
-
-    Statistics of BatchNorm layers are left out, also where a subclass updates them itself (timm): they follow
-    micro-batches.
-    """
-    nodes = list(recording.graph.nodes)
-    read = {str(node.target) for node in nodes if node.op == "get_attr"}
-    buffers = [n for n in nodes if n.op == "get_attr" and not _is_norm_statistic(recording, str(n.target))]
-    kept = set().union(*(op_of(node).writes for node in buffers))
-    found = []
-    for node in nodes:
-        if node.target is set_attribute:
-            found += [node] if assigned_path(node) in read else []
-        elif node.op in ("call_function", "call_method") and kept & op_of(node).mutates:
-            found += [node] if getattr(node.target, "__name__", "") not in _NORMS else []
-    return found
-
-
-def _is_norm_statistic(recording: Recording, path: str) -> bool:
-    """Return whether an attribute is a running mean or variance of a BatchNorm layer, or its count of batches."""
-    owner, _, name = path.rpartition(".")
-    if path in recording.constants:
-        return False
-    layer: Any = resolve(recording.root, owner) if owner else recording.root
-    return isinstance(layer, _BatchNorm) and name in ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _grown(
@@ -185,14 +159,6 @@ def _check_small(recording: Recording, tail: set[fx.Node]) -> None:
             f"the ops after it use {used / max(sum(sizes.values()), 1):.0%} of the parameters, and at most {_FEW:.0%} "
             "can be run once per batch on the last stage"
         )
-
-
-def _written(recording: Recording, writes: Sequence[fx.Node]) -> list[str]:
-    """Return the names of the buffers that these ops change."""
-    changed = set().union(*(op_of(node).mutates for node in writes))
-    reads = [n for n in recording.graph.nodes if n.op == "get_attr" and op_of(n).writes & changed]
-    assigned = [assigned_path(node) for node in writes if node.target is set_attribute]
-    return sorted({*(str(node.target) for node in reads), *assigned})
 
 
 class Tail:

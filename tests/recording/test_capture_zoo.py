@@ -79,5 +79,7 @@ def test_only_activations_cross_even_cuts(name):
 def test_layers_that_are_dropped_at_random_are_refused_with_what_to_set():
     pytest.importorskip("transformers")
     model, example = language.ARCHITECTURES["wav2vec2_ctc"]()
-    with pytest.raises(CaptureError, match=r"modeling_wav2vec2\.py:\d+(.|\n)*LayerDrop: set its rate to 0"):
+    with pytest.raises(
+        CaptureError, match=r"modeling_wav2vec2\.py:\d+(.|\n)*LayerDrop of a library: set its rate to 0"
+    ):
         record(model.train(), example(2))

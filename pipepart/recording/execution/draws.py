@@ -8,17 +8,18 @@ same process, and so not on the cut, the schedule or the number of forwards.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 import numpy as np
 import torch
 
-__all__ = ["before_draw", "mix", "number_of", "set_key"]
+__all__ = ["before_draw", "mix", "number_of", "set_key", "watch_draws"]
 
 _WORD = (1 << 64) - 1
 _key: int | None = None
 _generators: Sequence[torch.Generator] = ()
+_watcher: Callable[[int], None] | None = None
 
 
 def mix(one: int, other: int) -> int:
@@ -40,8 +41,17 @@ def set_key(key: int | None, generators: Sequence[torch.Generator] = ()) -> None
     _key, _generators = key, generators
 
 
+def watch_draws(watcher: Callable[[int], None] | None) -> None:
+    """From now on, call `watcher` with the number of each op that draws, and seed nothing; None ends it."""
+    global _watcher
+    _watcher = watcher
+
+
 def before_draw(op: int, outside: bool) -> None:
     """Seed the generators for the op with this number; with `outside`, also those of Python and numpy."""
+    if _watcher is not None:
+        _watcher(op)
+        return
     if _key is None:
         return
     seed = mix(_key, op)

@@ -272,6 +272,14 @@ class Guards:
     def __len__(self) -> int:
         return len(self.entries)
 
+    @property
+    def on_contents(self) -> bool:
+        """Whether the recording depends on the length, the keys or the contents of a container."""
+        return any(
+            isinstance(value, Contents) or (place.steps and place.steps[-1][0] == "keys")
+            for place, value in self.entries
+        )
+
     def changes(self, first: bool = False) -> list[Change]:
         """Return the places with another value now; with `first`, only the first of them."""
         return list(islice(self._changed(), 1 if first else None))

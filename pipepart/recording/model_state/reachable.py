@@ -117,9 +117,12 @@ def variables(entries: Iterable[Any], modules: Iterable[tuple[str, nn.Module]]) 
     search = _Search()
     classes: set[type] = set()
     for path, module in modules:
+        entered = path == "" or not is_foreign(type(module).__module__)
         if type(module) not in classes:
             classes.add(type(module))
-            search.add_class(type(module), entered=path == "" or not is_foreign(type(module).__module__))
+            search.add_class(type(module), entered)
+        if entered and "forward" in vars(module):  # put on the object, in place of the method
+            search.add(vars(module)["forward"])
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             search.add(hook)
         for name, value in vars(module).items():
@@ -153,6 +156,9 @@ class _Search:
     def add(self, value: Any) -> None:
         """Add something that is called: a function, a method, a partial, an object with ``__call__``."""
         while isinstance(value, functools.partial):
+            for given in (*value.args, *value.keywords.values()):
+                if isinstance(given, (types.FunctionType, types.MethodType, functools.partial)):
+                    self.add(given)
             value = value.func
         value = getattr(value, "__func__", value)
         while hasattr(value, "__wrapped__") and isinstance(value, types.FunctionType):

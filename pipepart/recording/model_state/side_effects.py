@@ -1,12 +1,14 @@
 """Changes of Python state outside of the attributes of modules: a recorded call would not make them.
 
-Two kinds of values are compared before and after a call: variables of enclosing functions and of files that the methods
-and hooks of the modules use, and attributes of plain objects that modules hold. Changes by hooks of leaf modules are
+Three kinds of values are compared before and after a call: variables of enclosing functions and of files that the methods
+and hooks of the modules use, attributes of their classes, and attributes of plain objects that modules hold, such as the
+hyperparameters of a LightningModule. Changes by hooks of leaf modules are
 allowed: a recorded call really calls leaf modules.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,13 +18,16 @@ import torch
 import torch.nn as nn
 
 from pipepart.recording.model_state.places import CONTAINERS, Cell, ClassAttributes, Owner, Place, refill, same_items
-from pipepart.recording.model_state.reachable import OWN_NAMES, functions_of, is_library, user_classes
+from pipepart.recording.model_state.reachable import OWN_NAMES, functions_of, is_foreign, is_library, user_classes
 
 __all__ = ["Effects"]
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _NO_OBJECTS = frozenset({*_NUMBERS, *CONTAINERS, tuple, torch.Tensor, nn.Parameter})
 _OPAQUE = (torch.Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,12 @@ class Effects:
             for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
                 self._hook(path, hook)
             for name, value in vars(module).items():
-                if type(value) not in _NO_OBJECTS and name not in OWN_NAMES:
+                if name == "_hparams" and isinstance(value, dict):
+                    for key in value:
+                        self._add(path, f"hyperparameter {key!r}", value, key)
+                elif isinstance(value, _FUNCTIONS):
+                    self._put_on(path, value)
+                elif type(value) not in _NO_OBJECTS and name not in OWN_NAMES:
                     self._object(path, f"attribute {name!r}", value)
 
     def changes(self) -> Iterator[tuple[str, str]]:
@@ -101,7 +111,7 @@ class Effects:
         if not self._is_new(kind):
             return
         for name, value in list(vars(kind).items()):
-            if type(value) in CONTAINERS and not name.startswith("__"):
+            if (type(value) in CONTAINERS or isinstance(value, _NUMBERS)) and not name.startswith("__"):
                 self._add(path, f"attribute {name!r} of class {kind.__qualname__}", ClassAttributes(kind), name)
 
     def _function(self, path: str, function: types.FunctionType) -> None:
@@ -125,6 +135,14 @@ class Effects:
             self._function(path, function)
         elif callable(hook):
             self._object(path, f"hook {type(hook).__name__}", hook)
+
+    def _put_on(self, path: str, function: Any) -> None:
+        """A function that was put on a module, in place of a method or beside them."""
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType) and not is_foreign(function.__globals__.get("__name__")):
+            self._function(path, function)
 
     def _object(self, path: str, text: str, value: Any) -> None:
         known = isinstance(value, _OPAQUE) or is_library(type(value).__module__)

@@ -31,7 +31,10 @@ def check(value: Any, expected: Any, text: str) -> None:
     if isinstance(expected, bool):
         got = bool(value)
     if got != expected and not (got != got and expected != expected):
-        raise GuardError(f"{text}: was {expected} when the model was recorded, is {got}. Record again.")
+        raise GuardError(
+            f"{text}: was {expected} when the model was recorded, is {got}. Record again, or write the branch with tensors "
+            "(torch.where, torch.clamp, torch.maximum)."
+        )
 
 
 def dropout_rate(rate: float, training: bool) -> float:

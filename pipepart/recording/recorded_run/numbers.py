@@ -181,7 +181,8 @@ class NumberRecorder:
             if _certain(node):
                 return
             raise NotRecordable(
-                f"Python branches on a random number ({where}); for LayerDrop: set its rate to 0 (layerdrop=0.0)"
+                f"Python branches on a random number ({where}): draw it in a hook, and read it in the step from an "
+                "attribute; for LayerDrop of a library: set its rate to 0 (layerdrop=0.0)"
             )
         guard = self.builder.make("call_function", intrinsics.check, (node, value, where), {})
         self.facts[guard].from_data = from_data

@@ -116,7 +116,8 @@ def _module_call(recorder: Recorder, original: Any) -> Any:
             if name and recorder.is_one_op(module, name):
                 own = ops.buffers_of(module)
                 before = _marks(own)
-                named = _named_marks(module) if name in recorder.whole else {}
+                follows = name in recorder.whole or (bool(own) and not ops.is_metric(module))
+                named = _named_marks(module) if follows else {}
                 out = recorder.run_whole(
                     lambda *a, **k: original(module, *a, **k),
                     "call_module",
@@ -132,7 +133,7 @@ def _module_call(recorder: Recorder, original: Any) -> Any:
                 updates = before != _marks(ops.buffers_of(module))
                 if updates and name not in recorder.whole and ops.can_be_opened(module):
                     raise Updates(f"module {name!r} updates its buffers")
-                now = _named_marks(module) if name in recorder.whole else {}
+                now = _named_marks(module) if follows else {}
                 changed = tuple(f"{name}.{key}" for key in now if now[key] != named.get(key))
                 if changed:
                     recorder.updates.setdefault(name, (changed, user_line()))

@@ -125,8 +125,9 @@ def refuse_effects(recorder: Recorder, effects: Effects) -> None:
     for path, text in effects.changes():
         recorder.failed_in = [path]
         raise Unsettled(
-            f"{text} is changed by the call of module {path!r}; a recorded call keeps no Python state. Keep it in a "
-            "buffer, log it or return it"
+            f"{text} is changed by the call of module {path!r}; a recorded call keeps no Python state. Keep it in an attribute "
+            "of a LightningModule itself (self.count += 1), which is repeated in each step, or in a buffer; change it in a "
+            "hook; log it or return it"
         )
     if ops.has_global_hooks():
         recorder.notes.append(

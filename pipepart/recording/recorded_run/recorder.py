@@ -127,7 +127,8 @@ class Recorder:
             hint = hint if func.__self__.__name__ == "data" else ""
             raise NotRecordable(f"Tensor.{func.__self__.__name__} is assigned in {self.builder.here()}{hint}")
         if func is torch.autograd.grad or func is torch.autograd.backward or name == "backward":
-            raise NotRecordable(f"{name} is called while the model runs, in {self.builder.here()}")
+            use = " (use torch.func.grad, which is recorded as one op)" if name == "grad" else ""
+            raise NotRecordable(f"{name} is called while the model runs, in {self.builder.here()}{use}")
         if name in ops.DATA_READS:
             return self.numbers.read_data(func, name, args, kwargs, plain_args, plain_kwargs)
         if name == "register_hook":

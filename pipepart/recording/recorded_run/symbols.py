@@ -23,6 +23,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from pipepart.recording.recorded_run import texts
+from pipepart.recording.recorded_run.numpy_calls import TakenByNumpy
 
 __all__ = [
     "Owner",
@@ -33,6 +34,7 @@ __all__ = [
     "atoms_of",
     "derive",
     "finish",
+    "fixed",
     "fixed_sizes",
     "is_followed",
     "is_of_step",
@@ -67,7 +69,7 @@ class Owner(Protocol):
     def converted(self, number: Tracked) -> None: ...
 
 
-class Tracked:
+class Tracked(TakenByNumpy):
     """State of a tracked number: its owner, and how to make its node, at most once and when it is first used."""
 
     owner: Owner | None
@@ -154,9 +156,6 @@ class StepNumber(Tracked):
 
     def __hash__(self) -> int:
         return hash(self.concrete())
-
-    __array_ufunc__ = None
-    """Arithmetic with numbers of NumPy is that of this class."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.concrete(), dtype=dtype)
@@ -280,6 +279,13 @@ def _looked_at(op: Callable[..., Any], a: Any, b: Any, result: bool) -> None:
     tracked = [number for number in (a, b) if is_tracked(number)]
     if tracked:
         tracked[0].owner.compared(op, a, b, result, any(number.from_data for number in tracked))
+
+
+def fixed(value: Any) -> Any:
+    """Return the plain value; if functions must keep track of it, the graph holds for this value only."""
+    if is_followed(value):
+        _looked_at(operator.eq, value, plain(value), True)
+    return plain(value)
 
 
 def derive(target: Callable[..., Any], *operands: Any) -> Any:
