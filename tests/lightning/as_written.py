@@ -143,6 +143,46 @@ class VectorsInPlace(Vectors):
     how = "in place"
 
 
+class Sums(Auto):
+    """Sums over all batches in buffers that start at zero: alone, a sum with zero looks like a sum over micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in (("counts", torch.zeros(4)), ("total", torch.zeros(10)), ("seen", torch.tensor(0))):
+            self.register_buffer(name, value.double() if value.dim() else value)
+
+    def losses(self, batch):
+        x, y = batch
+        h = self.body(x)
+        if self.training:
+            self.counts.add_(F.one_hot(y.argmax(1), 4).sum(0))
+            self.total = self.total + h.detach().sum(0)
+            self.seen += len(x)
+            self.log("seen", self.seen.double())
+            self.log("ahead", float(int(self.seen) + len(x)))
+            self.log("first", self.counts[0])
+        return F.mse_loss(self.head(h), y) + 0.1 * (h - self.total / self.seen).pow(2).mean(), h.pow(2).mean(1)
+
+
+class Queue(Auto):
+    """Keys of the last batches in a queue, with a place to write that is a buffer (MoCo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(10, 16, dtype=torch.float64))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def losses(self, batch):
+        x, y = batch
+        h = self.body(x)
+        similar = h @ self.queue.clone()
+        if self.training:
+            place, size = int(self.place), h.shape[0]
+            self.queue[:, place : place + size] = h.detach().t()
+            self.place[0] = (place + size) % 16
+        return F.mse_loss(self.head(h), y) + 0.1 * similar.pow(2).mean(), h.pow(2).mean(1)
+
+
 # ---- the trainer
 
 
@@ -276,7 +316,7 @@ class Dividing(Auto):
         return F.mse_loss(self.head(h), y) + 0.01 * columns / kept.shape[0], h.pow(2).mean(1)
 
 
-_KINDS = (Counting, Filling, Vectors, VectorsData, VectorsInPlace, Reading, MetricLoss, Metrics, Dividing)
+_KINDS = (Counting, Filling, Vectors, VectorsData, VectorsInPlace, Sums, Queue, Reading, MetricLoss, Metrics, Dividing)
 CASES: dict[str, type[Auto]] = {kind.__name__: kind for kind in _KINDS}
 
 

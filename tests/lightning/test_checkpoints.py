@@ -23,7 +23,7 @@ from watching import ONE_RANK, QUIET, Notes
 
 from pipepart import PipelineStrategy
 from pipepart.lightning import WeightEMA, checkpoint_files, sharded
-from pipepart.lightning.checkpoint_files import CheckpointError, SafeCheckpointIO, manifest_of, verify
+from pipepart.lightning.checkpoint_files import CheckpointError, SafeCheckpointIO, manifest_of, safe_by_default, verify
 from pipepart.lightning.sealed_file import fault_of_seal
 from pipepart.lightning.sharded import consolidate
 
@@ -391,6 +391,14 @@ def test_asynchronous_saving(tmp_path) -> None:
 
 
 # ---- the moving average
+
+
+def test_a_plugin_that_wraps_another_gets_the_default_one_inside() -> None:
+    inner = AsyncCheckpointIO()
+    outer = AsyncCheckpointIO(inner)
+    assert safe_by_default(outer) is outer
+    assert outer.checkpoint_io is inner
+    assert isinstance(inner.checkpoint_io, SafeCheckpointIO)
 
 
 def _average(shape: str, folder: str, resume: str | None) -> tuple[Any, Any]:

@@ -79,6 +79,27 @@ def test_equal_to_one_device_with_checkpoint_and_resume(search: str | None, cut:
         torch.testing.assert_close(found, resumed, rtol=1e-6, atol=1e-8)
 
 
+class Late(Net):
+    """Needs what a hook sets when the training starts: it is planned after its optimizer was made."""
+
+    def on_train_start(self):
+        self.weight = 1.0
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.weight
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_made_after_the_optimizer(tmp_path: Path) -> None:
+    one, two, more = (str(tmp_path / name) for name in ("one.ckpt", "two.ckpt", "more.ckpt"))
+    expected = _fit(None, None, one, kind=Late)
+    for found in run_ranks(2, _fit, None, "second", two, kind=Late):
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    resumed = _fit(None, None, more, resume=one, kind=Late)
+    for found in run_ranks(2, _fit, None, "second", more, resume=two, kind=Late):
+        torch.testing.assert_close(found, resumed, rtol=1e-6, atol=1e-8)
+
+
 class Manual(Net):
     def __init__(self, search: str | None) -> None:
         super().__init__(search)

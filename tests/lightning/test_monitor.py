@@ -29,6 +29,7 @@ from pipepart.lightning.tracking import SafeWandbLogger
 from pipepart.planning import Plan
 from pipepart.planning.describe import format_seconds
 from pipepart.report import load_graph, load_timeline
+from pipepart.report.account import load_account
 from pipepart.report.figures import measured_step
 
 QUIET = {
@@ -229,7 +230,7 @@ def test_offline_wandb_run_is_read_back(run):
     page = next((folder / "wandb").glob("offline-run-*/files/media/html/**/*.html"))
     assert 'id="data"' in page.read_text()
     assert artifacts[f"plan-{plan.hash}"] == {"plan.json", "graph.json"}
-    assert artifacts[f"report-{plan.hash}"] == {"report.html", "trace.json"}
+    assert artifacts[f"report-{plan.hash}"] == {"report.html", "trace.json", "account.json"}
 
 
 @pytest.mark.slow
@@ -239,9 +240,11 @@ def test_run_folder_has_plan_graph_trace_and_page(run):
     plan = Plan.load(folder / "plan.json")
     assert load_graph(folder / "graph.json").name == plan.ops
     assert load_timeline(folder / "trace.json").stages == 2
+    assert load_account(folder / "account.json").stages == 2
     text = (folder / "report.html").read_text()
     assert '"known":true' in text
     assert '"measured":{' in text
+    assert '"account":{' in text
 
 
 def test_one_device_with_accumulation_and_own_folder(tmp_path):
@@ -266,7 +269,8 @@ def test_one_measured_step_is_printed_reported_and_written(tmp_path, monkeypatch
     )
     trainer.fit(Module("mlp"), loader("mlp", 64, 8))
     usual = statistics.median(strategy.step_times[3:])
-    assert f"measured {format_seconds(usual)} a step (median of 3," in said[-1]
+    assert f"measured {format_seconds(usual)} a step (median of 3," in said[-2]
+    assert "where the time of a step goes" in said[-1]
     _write_results(trainer, strategy, tmp_path, {"name": "mlp"})
     assert json.loads((tmp_path / "result.json").read_text())["measured_step"] == usual
     for page in (tmp_path / "watched" / "report.html", tmp_path / "report.html"):
@@ -329,7 +333,7 @@ def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path, caplog):
     finally:
         logging.getLogger("pipepart").removeHandler(caplog.handler)
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
-    assert set(monitor.files) == {"graph.json"}
+    assert set(monitor.files) == {"graph.json", "account.json"}
     said = [record.getMessage() for record in caplog.records if "could not be written" in record.getMessage()]
     assert len(said) == 3, said
     for name, reason in (("plan.json", "No space left"), ("trace.json", "Is a directory"), ("report.html", "No space")):

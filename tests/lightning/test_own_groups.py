@@ -98,28 +98,28 @@ def test_a_run_beside_a_default_group_that_is_not_ours(tmp_path: Path) -> None:
 # ---- flags of signals
 
 
-def _exchanges(pauses: list[tuple[str, float]], signal_at: int) -> tuple[list[int], int | None]:
+def _exchanges(pauses: list[tuple[str, float]], signal_at: int, behind: int = 0) -> tuple[list[int], int | None]:
     """The calls of `agree` that exchange flags, and the one after which the ranks know that rank 1 got a signal."""
     trainer = L.Trainer(strategy=PipelineStrategy(stages=2), devices=2, **QUIET)
     signals = Signals(trainer, Groups.create(Mesh(1, 2), timedelta(seconds=60)), RunPatches())
     counts, seen = [], None
-    original = run_patches.reduce_numbers
+    original = run_patches.reduce_later
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         counts.append(call)
         return original(*args, **kwargs)
 
-    run_patches.reduce_numbers = counted
+    run_patches.reduce_later = counted
     try:
         for call, (kind, pause) in enumerate(pauses):
             time.sleep(pause)
             if call == signal_at and dist.get_rank() == 1:
                 signals._on_sigterm(15, None)
-            signals.agree(kind)
+            signals.agree(kind, behind if call < len(pauses) - 1 else 0)
             if seen is None and trainer.received_sigterm:
                 seen = call
     finally:
-        run_patches.reduce_numbers = original
+        run_patches.reduce_later = original
     return counts, seen
 
 
@@ -132,3 +132,9 @@ def test_flags_are_exchanged_each_few_short_steps_and_after_each_long_one() -> N
     assert len([call for call in counts if call < 60]) <= 30, "a fraction of the short steps"
     assert [call for call in counts if call >= 60] == [60, 61, 62], "a new kind of step, and long steps, each time"
     assert seen is not None and 5 <= seen <= 21
+
+
+def test_ranks_see_a_signal_at_the_same_step_while_exchanges_are_under_way() -> None:
+    one, other = run_ranks(2, _exchanges, [("predict_step", 0.6)] * 8, 3, 2)
+    assert one == other
+    assert one == (list(range(8)), 5), "two exchanges are under way when a third begins"

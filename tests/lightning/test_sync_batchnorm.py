@@ -32,6 +32,16 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Late(Net):
+    """Needs what a hook sets when the training starts: it is planned after its set-up."""
+
+    def on_train_start(self):
+        self.weight = 1.0
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.weight
+
+
 def _batches(replica: int | None, microbatches: int, sizes: tuple[int, ...] = (6, 6, 4)) -> list[torch.Tensor]:
     """The batches of one replica; None: those of both, micro-batch by micro-batch."""
     torch.manual_seed(1)
@@ -42,22 +52,24 @@ def _batches(replica: int | None, microbatches: int, sizes: tuple[int, ...] = (6
     return [torch.cat([part for pair in zip(*both) for part in pair]) for both in zip(*parts)]
 
 
-def _fit(strategy: Any, devices: int, batches: list[torch.Tensor], **options: Any) -> dict[str, torch.Tensor]:
+def _fit(
+    strategy: Any, devices: int, batches: list[torch.Tensor], kind: type[Net] = Net, **options: Any
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(2)
-    module = Net().double()
+    module = kind().double()
     L.Trainer(strategy=strategy, devices=devices, max_epochs=2, **options, **QUIET).fit(
         module, DataLoader(batches, batch_size=None)
     )
     return module.state_dict()
 
 
-def _ranks(microbatches: int, batch_norm: str, uneven: bool = False) -> Any:
+def _ranks(microbatches: int, batch_norm: str, uneven: bool = False, kind: type[Net] = Net) -> Any:
     replica = torch.distributed.get_rank() // 2
     strategy = PipelineStrategy(stages=2, microbatches=microbatches, batch_norm=batch_norm, split_at=["net.4"])
     batches = _batches(replica, microbatches, (6, 6, 1 if replica and uneven else 4))
     if uneven:
         return error_of(lambda: _fit(strategy, 4, batches, sync_batchnorm=True))
-    return _fit(strategy, 4, batches, sync_batchnorm=True)
+    return _fit(strategy, 4, batches, kind, sync_batchnorm=True)
 
 
 @pytest.mark.slow
@@ -73,6 +85,13 @@ def test_equal_to_one_process_on_the_batches_of_all_replicas(microbatches: int, 
             value = whole[name] if counted else value
             if not counted or name.startswith("net.0."):
                 torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_made_after_set_up() -> None:
+    expected = _fit("auto", 1, _batches(None, 1))
+    for found in run_ranks(4, _ranks, 1, "microbatch", kind=Late):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ class Runs:
         while left is None or left:
             collected, new = self._process(files, asked, left)
             found.update(new)
-            left = [test for test in (collected if left is None else left) if test not in found]
+            left = [test for test in collected or left or [] if test not in found]  # collected: with all parameters
             if not new:
                 found.update({test: {"state": "failed", "words": "was not run"} for test in left})
                 break

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,25 @@ if "folder" in _GIVEN:
     @pytest.fixture
     def tmp_path(_folder_of_all_ranks: Path) -> Path:
         return _folder_of_all_ranks
+
+
+_MEETING = 300.0
+"""Seconds in which the other ranks come to a test."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: Any) -> None:
+    """All ranks begin a test together: else one may still hold the ports and files of the test before."""
+    if "folder" not in _GIVEN:
+        return
+    folder = Path(_GIVEN["folder"]) / "meetings" / hashlib.sha256(item.nodeid.encode()).hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _RANK).touch()
+    until = time.monotonic() + _MEETING
+    while len(list(folder.iterdir())) < int(_GIVEN["stages"]):
+        if time.monotonic() > until:
+            raise TimeoutError(f"another rank has not come to {item.nodeid}")
+        time.sleep(0.02)
 
 
 # ---- results
