@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from pipepart.errors import ConfigError, PlanError
 from pipepart.planning import Plan, PlanOptions
+from pipepart.planning.compile_mode import CompileOption, CompileSettings
 from pipepart.planning.sync_mode import SyncMode
 from pipepart.recording.inputs.batching import BatchDim, check_batch_dim
 from pipepart.values import Seconds, shortened
@@ -48,6 +49,15 @@ class Options(PlanOptions):
     """The dimension of samples in the leaves of a batch, or a mapping from paths of leaves to dimensions (None: the leaf is
     not split). A module with a method ``split(batch, n)`` splits its batches itself."""
 
+    compile: CompileOption = False
+    """Compile the chunks of each stage; ``auto``: if a trial during the run says that it wins time; or a mapping with options
+    of `torch.compile`."""
+
+    @property
+    def compile_settings(self) -> CompileSettings | None:
+        """The settings of the compiler; None if nothing is compiled."""
+        return CompileSettings.of(self.compile)
+
     @property
     def sync_mode(self) -> SyncMode:
         """The mode in which replicas are kept in step, with its settings."""
@@ -60,6 +70,7 @@ class Options(PlanOptions):
                 "seed, the step, the replica, the micro-batch and itself) or 'stage' (each process draws from its own stream)."
             )
         check_batch_dim(self.batch_dim)
+        CompileSettings.of(self.compile)
         if not isinstance(self.plan, (Plan, str, Path, type(None))):
             raise PlanError(f"plan must be a Plan or the path of a file with one, got {type(self.plan).__name__}")
         super().__post_init__()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from pipepart.devices import limit_threads, to_device
 from pipepart.errors import PlanError
 from pipepart.options import Options
 from pipepart.planning import Plan
+from pipepart.planning.compile_mode import CompileOption
 from pipepart.planning.request import ScheduleName
 from pipepart.planning.sync_mode import SyncOption
 from pipepart.recording import Recording, record
@@ -39,6 +40,7 @@ from pipepart.runtime.mesh import Groups, Mesh, fit_mesh
 from pipepart.runtime.microbatch import Whole
 from pipepart.runtime.program import StepRequest
 from pipepart.runtime.rendezvous import join_job, processes_on_this_host, world_size
+from pipepart.runtime.stage_values import StageValues
 from pipepart.runtime.watcher import watch
 from pipepart.samples.batch_numbers import NOT_KNOWN_AHEAD, EqualWeights
 from pipepart.samples.pieces import pieces_of
@@ -50,7 +52,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one call: positional ones and keyword arguments."""
 
 
-class Pipeline:
+class Pipeline(StageValues):
     """A model, or a step that returns its loss, spread over the processes of this job.
 
     ```python
@@ -94,6 +96,7 @@ class Pipeline:
         verify: bool = False,
         batch_dim: BatchDim = 0,
         sync: SyncOption = "mean",
+        compile: CompileOption = False,
         device: str | torch.device | None = None,
     ) -> None:
         options = Options.among(locals())
@@ -109,7 +112,6 @@ class Pipeline:
             warnings.warn(text, SamplesMeet, stacklevel=2)
         self._variants = {name: Variants(name, [name], 1) for name in ("step", "evaluate")}
         self._nothing = nn.Parameter(torch.empty(0, device=self._device))
-        """A parameter without elements, for a stage without parameters."""
         self._tracing = False
         self._accumulating = False
         self._continues = False
@@ -253,7 +255,9 @@ class Pipeline:
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward in eval mode, and return the merged outputs on every rank."""
-        return self._evaluate(deque([(args, kwargs)]), iter(()))[0]
+        with self._evaluating():
+            name, leaves = self._recording_for("evaluate", args, kwargs)
+            return self._evaluate(name, leaves)
 
     def evaluations(self, batches: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Iterator[Any]:
         """Run `evaluate` on each batch, and return an iterator over the outputs, in order. The pipeline stays full meanwhile.
@@ -270,29 +274,59 @@ class Pipeline:
         for call in calls:
             waiting.append(call)
             while waiting:
-                yield from self._evaluate(waiting, calls)
+                yield from self._in_series(waiting, calls)
 
-    @torch.no_grad()
-    def _evaluate(self, waiting: deque[_Call], more: Iterator[_Call]) -> list[Any]:
-        """Run the batch that has waited longest, and those after it that can run in a series with it."""
-        runtime, was_training = self._runtime, self.module.training
+    def _in_series(self, waiting: deque[_Call], more: Iterator[_Call]) -> Iterator[Any]:
+        """Yield the outputs of the batch that has waited longest, and of those after it that can run in a series with it."""
+        runtime = self._runtime
+        with self._evaluating():
+            name, leaves = self._recording_for("evaluate", *waiting[0])
+            series = runtime.series(name)
+            if series is None:
+                waiting.popleft()
+                outputs = self._evaluate(name, leaves)
+        if series is None:
+            yield outputs
+            return
+        recording, known = runtime.recording(name), [leaves]
+
+        def feed() -> int:
+            waiting.extend(islice(more, max(0, series.window - len(waiting))))
+            with self._evaluating():
+                later = [self._flattener(*call) for call in islice(waiting, len(known), series.window)]
+                leaves = [*known, *leaves_of_series(later, recording, runtime)]
+                requests = [self._request(own, number) for number, own in enumerate(leaves)]
+                count = series.run(requests) if requests else 0
+            known.clear()
+            self.evaluations_done += count
+            for _ in range(count):
+                waiting.popleft()
+            return count
+
+        for result in series.results(feed):
+            yield recording.unflatten(result.outputs)
+
+    def _evaluate(self, name: str, leaves: list[Any] | None) -> Any:
+        """Run one batch, and return its outputs."""
+        result = self._runtime.evaluate(self._request(leaves, 0), name)
+        self.evaluations_done += 1
+        return self._runtime.recording(name).unflatten(result.outputs)
+
+    def _request(self, leaves: list[Any] | None, number: int) -> StepRequest:
+        """Return the request for the evaluation of a batch; `number`: the batches before it that have not run yet."""
+        key = self._runtime.seeds.of_step("evaluate", self.evaluations_done + number)
+        return StepRequest(leaves=leaves, outputs_everywhere=True, draw_key=key)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside, the module is in eval mode, and no gradients are recorded."""
+        was_training = self.module.training
         self.module.eval()
         try:
-            name, leaves = self._recording_for("evaluate", *waiting[0])
-            count = runtime.in_series(name)
-            waiting.extend(islice(more, max(0, count - len(waiting))))
-            later = [self._flattener(*call) for call in islice(waiting, 1, count)]
-            requests = []
-            for own in [leaves, *leaves_of_series(later, name, runtime)]:
-                key = runtime.seeds.of_step("evaluate", self.evaluations_done)
-                self.evaluations_done += 1
-                requests.append(StepRequest(leaves=own, outputs_everywhere=True, draw_key=key))
-            results = runtime.evaluate_series(requests, name)
+            with torch.no_grad():
+                yield
         finally:
             self.module.train(was_training)
-        for _ in results:
-            waiting.popleft()
-        return [runtime.recording(name).unflatten(result.outputs) for result in results]
 
     def _recording_for(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
         """Return the name of a recording that holds for the current Python state and, on the first stage, its leaves."""
@@ -363,39 +397,6 @@ class Pipeline:
         if self._runtime.timeline is None:
             raise PlanError("no step was traced. Call step() inside `with pipe.tracing():`.")
         return self._runtime.timeline
-
-    # ---- parameters
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of this stage, for the optimizer of this rank.
-
-        A stage of a small model may have none. Optimizers refuse an empty list, so there is one parameter without elements
-        then, which has a gradient after a step like the others.
-        """
-        return iter(list(self._runtime.named_parameters().values()) or [self._nothing])
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters of this stage with their full names; a stage may have none."""
-        return iter(self._runtime.named_parameters().items())
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients by their norm over the whole model, and return that norm."""
-        return self._runtime.clip_grad_norm(list(self.parameters()), max_norm)
-
-    def whole_parameters(self, gradients: bool = False) -> AbstractContextManager[None]:
-        """Hold all parameters (and gradients) and buffers of `module` on every rank inside. All ranks must enter together.
-
-        Each stage keeps the values that are written to its parameters inside, so every rank must write the same values.
-        """
-        return self._runtime.gathered(gradients)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole model on rank 0, and an empty dict elsewhere. Every rank must call it."""
-        return self._runtime.full_state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        """Load the part of this stage from a state dict of the whole model."""
-        self._runtime.load_full_state_dict(state, strict)
 
 
 def _call_of(batch: Sequence[Any] | Mapping[str, Any]) -> _Call:

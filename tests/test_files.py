@@ -25,6 +25,7 @@ from pipepart.errors import ConfigError, PipepartError, PlanError, ScheduleError
 from pipepart.files import keep_json, load_json, load_yaml, may_fail, write_whole
 from pipepart.planning import Plan, PlanOptions
 from pipepart.report import load_graph, load_timeline, save_graph, save_timeline, view
+from pipepart.report.account import MeanStep, account_of, load_account, save_account
 from pipepart.report.graph_view import GraphView
 from pipepart.schedule import from_csv, read_csv
 from pipepart.values import Range
@@ -64,10 +65,14 @@ def documents(folder: Path) -> dict[str, tuple[Callable[[Path], Any], Any]]:
     write_costs(folder / "costs.json", COSTS)
     save_timeline(folder / "trace.json", plan.timeline)
     save_graph(folder / "graph.json", GraphView.from_names(plan.ops), None)
+    account = account_of(plan, plan.timeline, MeanStep(9, 0.3, 0.2, 0.05, 0.01))
+    assert account is not None
+    save_account(folder / "account.json", account)
     return {
         "plan": (Plan.load, json.loads(PLAN.read_text())),
         "trace": (load_timeline, json.loads((folder / "trace.json").read_text())),
         "graph": (load_graph, json.loads((folder / "graph.json").read_text())),
+        "account": (load_account, json.loads((folder / "account.json").read_text())),
         "costs": (read_costs, json.loads((folder / "costs.json").read_text())),
         "operators": (read_graph, OPERATORS),
         "cluster": (load_cluster, CLUSTER),

@@ -14,6 +14,7 @@ ORDER = [
     "files",
     "machine",
     "parent",
+    "spare_files",
     "devices",
     "recording",
     "samples",

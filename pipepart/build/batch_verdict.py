@@ -25,8 +25,9 @@ from pipepart.samples.batch_check import (
     describe_norms,
     leaves_without_samples,
 )
+from pipepart.samples.kept_state import persistent_writes
 from pipepart.samples.pieces import Pieces
-from pipepart.samples.tail import Refused, TailCut, cut_tail, persistent_writes
+from pipepart.samples.tail import Refused, TailCut, cut_tail
 
 __all__ = ["Samples", "SamplesMeet", "agree_on_samples", "container_of", "look_at_samples", "together"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from pipepart.build.batch_verdict import Samples, agree_on_samples, together
 from pipepart.build.foreign_collectives import collectives_refused
 from pipepart.build.job import Example, Job, Recorded, Step, example_microbatch
 from pipepart.build.verification import Reference, reference_of
+from pipepart.planning.sync_choice import chosen_sync
 from pipepart.recording import Recording
 from pipepart.runtime import RecordedStep, StageInputs, StageRuntime
 from pipepart.runtime.failure import guarded
@@ -87,6 +88,8 @@ def build(job: Job, step: Step, batch: Any, further: Sequence[Step] = ()) -> Bui
             reference = reference_of(
                 recorded.recording, *job.arguments(batch), plan.microbatches, job.context, example.pieces
             )
+    if options.sync_mode.mode == "auto":
+        options = replace(options, sync=chosen_sync(plan))
     planned = RecordedStep(step.name, recorded.recording, samples.cut, recorded.averaged, recorded.counts)
     runtime = StageRuntime(StageInputs(job.root, plan, graph, planned, job.groups, job.device, options, costs))
     for other, found, verdict in zip(further, others, verdicts):

@@ -182,7 +182,7 @@ def empty_replica(batch: Any, name: str, runtime: StageRuntime, all_replicas: bo
         return 0
     with guarded(groups):
         here = 0 if not _is_empty(batch, runtime.recording(name)) else 1 + (groups.replica if groups is not None else 0)
-        if groups is None or groups.numbers is None or not all_replicas:
+        if groups is None or groups.numbers is None or not all_replicas or runtime.parameters.loose is not None:
             return here
         number = torch.tensor([here])
         reduce_numbers(number, groups, groups.numbers)
@@ -216,23 +216,20 @@ def leaves_ahead(
 
 
 def leaves_of_series(
-    flattens: Sequence[Callable[[Recording], list[Any]]], name: str, runtime: StageRuntime
+    flattens: Sequence[Callable[[Recording], list[Any]]], recording: Recording, runtime: StageRuntime
 ) -> list[list[Any] | None]:
-    """Return the leaves of later batches that can run in a series: those before the first one that the recording does not fit.
+    """Return the leaves of the next batches of a series on the first stage.
 
-    All stages of a replica must call it, with the same number of batches; other stages than the first get None for each.
+    They are None from the first batch on for which the recording does not hold, and on other stages.
     """
-    if not flattens:
-        return []
     found: list[list[Any] | None] = []
-    if runtime.is_first:
+    if runtime.is_first and not recording.guards.changes(first=True):
         for flatten in flattens:
-            leaves = leaves_ahead(flatten, runtime.recording(name), runtime.plan.microbatches)
+            leaves = leaves_ahead(flatten, recording, runtime.plan.microbatches)
             if leaves is None:
                 break
             found.append(leaves)
-    count = runtime.from_first(len(found))
-    return found or [None] * count
+    return [*found, *[None] * (len(flattens) - len(found))]
 
 
 def _check_same(step: str, recording: Recording, runtime: StageRuntime) -> None:

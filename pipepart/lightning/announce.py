@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pipepart.lightning.namespaces import loaded
 from pipepart.planning import Plan
 from pipepart.planning.describe import format_seconds
+from pipepart.report.account import Account
 from pipepart.report.figures import measured_step, warm_steps
+from pipepart.report.text import account_text
 
-__all__ = ["measured_against_predicted", "tell"]
+__all__ = ["measured_against_predicted", "said", "tell"]
 
 _log = logging.getLogger("pipepart")
 if not _log.handlers:  # shown by default, as Lightning's own messages; users configure it like any logger
@@ -39,3 +41,10 @@ def measured_against_predicted(plan: Plan, step_times: Sequence[float]) -> str:
         f"pipepart: measured {format_seconds(measured)} a step (median of {warm}, optimizer not included), "
         f"predicted {against(plan.predicted)}{by_costs}"
     )
+
+
+def said(account: Account | None) -> str:
+    """The account of a step after a fit."""
+    if account is None:
+        return "pipepart: where the time of a step went is not known: it needs five steps with automatic optimization"
+    return f"pipepart: {account_text(account)}"

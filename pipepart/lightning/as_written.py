@@ -153,7 +153,7 @@ def _iterator_of(module: nn.Module, step: str) -> str:
         for name, value in vars(part).items():
             if name not in OWN_NAMES and (found := _iterator_in(f"{path}.{name}" if path else name, value, _DEPTH)):
                 return found
-    for place in variables((getattr(type(module), step, None),), module.named_modules()):
+    for place in variables((getattr(module, step, None),), module.named_modules()):
         try:
             value = place.read()
         except Exception:

@@ -89,7 +89,13 @@ def parts_watched(notes: PartNotes) -> Iterator[None]:
         if not notes.is_running or path is None or (path, name) not in notes.repeated:
             if path is not None and reads is not None and reads.is_input(f"self.{path}.{name}"):
                 raise Keeps.of(path, name)
-            if path is not None and reads is not None and is_torch_leaf(self) and is_plain_value(vars(self).get(name)):
+            if (
+                path is not None
+                and reads is not None
+                and is_torch_leaf(self)
+                and name in vars(self)
+                and is_plain_value(vars(self)[name])
+            ):
                 _refuse_setting(path, name, vars(self)[name], value)
             assign(self, name, value)
             return

@@ -304,8 +304,12 @@ def _named_in(text: str) -> str:
 
 def safe_by_default(io: CheckpointIO | None) -> CheckpointIO:
     """The given plugin, with `SafeCheckpointIO` where it leaves the choice open."""
-    if isinstance(io, either("_WrappingCheckpointIO")) and io.checkpoint_io is None:  # type: ignore[union-attr]
-        io.checkpoint_io = SafeCheckpointIO()
+    wrapping, inner = either("_WrappingCheckpointIO"), io
+    while isinstance(inner, wrapping):  # one may wrap another
+        outer, inner = inner, inner.checkpoint_io
+        if inner is None:
+            knows: Any = io if hasattr(io, "_base_checkpoint_io_configured") else outer  # hands it on to the last one
+            knows.checkpoint_io = SafeCheckpointIO()
     return SafeCheckpointIO() if io is None else io
 
 

@@ -16,13 +16,16 @@ from pipepart.lightning.namespaces import either
 from pipepart.lightning.optimizers import full_optimizer_state, load_full_optimizer_state, own_optimizer_state
 from pipepart.lightning.ranks import Ranks
 from pipepart.lightning.remote_files import check_address, is_remote
+from pipepart.lightning.spare_parts import load_spare
 from pipepart.runtime import Groups, StageRuntime
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.job_key import prove
 from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.meeting import exchange_objects, meet
 from pipepart.runtime.mesh import own_group
 from pipepart.runtime.rendezvous import limit_silence
 from pipepart.runtime.strangers import closed_to_strangers
+from pipepart.spare_files import is_spare
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -86,6 +89,8 @@ class Checkpoints:
             meet(groups)
             lists = [[list(range(mesh.world_size))], [mesh.pipeline(replica) for replica in range(mesh.replicas)]]
             world, pipeline = (own_group(groups.rank, ranks, timedelta(seconds=limit), _HOST) for ranks in lists)
+            prove(world, groups.key)  # torch unpickles what it receives over them
+            prove(pipeline, groups.key)
         assert world is not None and pipeline is not None
         limit_silence(groups.timeout)  # a host that is cut off does not close its connections
         self._patient = replace(groups, world=world, pipeline=pipeline, timeout=limit)
@@ -93,7 +98,8 @@ class Checkpoints:
         return self._patient
 
     def model_state(self, runtime: StageRuntime) -> dict[str, Any]:
-        return runtime.parts.own_state_dict() if self._sharded() else runtime.parts.full_state_dict()
+        with runtime.parameters.mean_shown():
+            return runtime.parts.own_state_dict() if self._sharded() else runtime.parts.full_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
         wrapped: Any = optimizer
@@ -119,6 +125,8 @@ class Checkpoints:
     def load(self, path: Any, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint. Rank 0 compares the files with their manifest; every rank reads the parts that it needs."""
 
+        if is_spare(path):
+            return load_spare(path, self._ranks.groups, weights_only)
         self._check_address(path, "the checkpoint", writes=False)
 
         def check() -> None:
@@ -152,8 +160,8 @@ class Checkpoints:
     def load_optimizers(
         self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], runtime: StageRuntime | None
     ) -> None:
-        """Load this rank's part of the states of optimizers."""
-        for number, optimizer in enumerate(optimizers):
+        """Load this rank's part of the states of optimizers. As in Lightning, those of which there is no state begin anew."""
+        for number, (optimizer, _) in enumerate(zip(optimizers, checkpoint["optimizer_states"])):
             if "pipepart_shards" in checkpoint:
                 shards.load_optimizer(dict(checkpoint), number, optimizer, runtime)
             else:

@@ -25,10 +25,10 @@ _READ = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_cl
 def follow_updates(trainer: Trainer, module: LightningModule, runtime: StageRuntime, patches: RunPatches) -> None:
     """Let steps of optimizers be followed by what replicas exchange, until the patches are undone."""
     parameters = runtime.parameters
-    if not parameters.divides_updates:
+    if not parameters.divides_updates and parameters.loose is None:
         return
     patches.put(parameters, "follows_optimizers", True)
-    if any(_readers(trainer, module)):
+    if parameters.divides_updates and any(_readers(trainer, module)):
         plugin = trainer.precision_plugin
         patches.put(parameters, "shows_gradients", True)
         patches.put(plugin, "_after_closure", _hiding(plugin._after_closure, runtime))

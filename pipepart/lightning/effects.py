@@ -72,7 +72,7 @@ def record_with_effects(
             continue
         except CaptureError as error:
             if filled is None and _fills_variable(error):
-                filled = variables((getattr(type(module), step),), module.named_modules())
+                filled = variables((getattr(module, step),), module.named_modules())
                 continue
             if first is not None:  # it does not take marks; refused here, if its texts differ
                 watch, recording = first

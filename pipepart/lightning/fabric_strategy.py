@@ -69,6 +69,11 @@ class FabricMethods(FabricCheckpoints, _Base):
         self._accumulates = self._has_own = False
         self._backward_sync_control = _NoSync(self)
         options = self._options
+        if options.sync_mode.apart:
+            raise ConfigError(
+                f"sync={options.sync_mode.mode!r} is not supported under Fabric, whose checkpoints have no place for replicas "
+                "that make updates of their own. Use it in a Trainer or with pipepart.Pipeline, or use sync='mean'."
+            )
         for option, default in (("example_batch", None), ("sharded", False)):
             if getattr(options, option) is not default:
                 raise ConfigError(
@@ -347,7 +352,7 @@ class FabricMethods(FabricCheckpoints, _Base):
         return made
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        return self._ranks.loader(dataloader)
+        return self._ranks.loader(dataloader, self._ranks.decide)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return of(self).move_data_to_device(batch, device or self.root_device)

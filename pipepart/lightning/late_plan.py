@@ -10,10 +10,11 @@ batch, where the same error would be raised on one device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pipepart.errors import PipelineError, PipepartError, PlanError
 from pipepart.lightning.announce import tell
@@ -53,6 +54,18 @@ def all_or_none(groups: Groups | None) -> Iterator[None]:
     failed = next((rank for rank, text in enumerate(found) if text), None)
     if failed is not None:
         raise NotYet(error or PipelineError(f"the step has failed on rank {failed}: {found[failed]}")) from error
+
+
+@contextmanager
+def _evaluated(module: nn.Module) -> Iterator[None]:
+    """Inside, the modules have the modes of an evaluation, which Lightning sets when the loop starts."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def _of_no_mode(batch: Any) -> Any:
@@ -95,6 +108,8 @@ class LatePlans:
 
         def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None: ...
 
+        def _connect_late_plan(self) -> None: ...
+
     @property
     def _recorded(self) -> RecordedSteps:
         assert self._steps is not None
@@ -112,7 +127,8 @@ class LatePlans:
         """Plan at set-up. If the step is not ready for that, a plan is made before the loops run, or with a batch."""
         module, trainer = self._module_and_trainer()
         try:
-            self._build(trainer, module, step, example, loader)
+            with _evaluated(module) if step != "training_step" else nullcontext():
+                self._build(trainer, module, step, example, loader)
         except NotYet as later:
             if self._large or empty_names(module):  # no rank can hold the whole module until then
                 raise later.error from None
@@ -146,6 +162,7 @@ class LatePlans:
                     torch.enable_grad(),
                 ):  # as at set-up; an evaluation runs in other modes
                     self._build(trainer, module, step, _of_no_mode(batch), loader)
+                self._connect_late_plan()
                 self._recorded.start(self.step_times, self._seed)
                 self._follow_hooks(trainer, module)
         except NotYet:

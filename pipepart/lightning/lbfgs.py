@@ -20,7 +20,7 @@ from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import exchange_objects
 
-__all__ = ["connect_lbfgs", "full_lbfgs_state", "load_full_lbfgs_state"]
+__all__ = ["connect_lbfgs", "connect_lbfgs_late", "full_lbfgs_state", "load_full_lbfgs_state"]
 
 
 def connect_lbfgs(optimizers: Sequence[Optimizer], runtime: StageRuntime) -> None:
@@ -38,6 +38,20 @@ def connect_lbfgs(optimizers: Sequence[Optimizer], runtime: StageRuntime) -> Non
         optimizer._gather_flat_grad = partial(  # type: ignore[method-assign]
             _gathered, optimizer._gather_flat_grad, _vector_of(own, counted, runtime)
         )
+
+
+def connect_lbfgs_late(optimizers: Sequence[Optimizer], runtime: StageRuntime) -> None:
+    """As `connect_lbfgs`, for optimizers that have a state as on one device: from a checkpoint, or in their first step.
+
+    The step goes on with the same dict.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            state = optimizer.state.pop(optimizer._params[0], None)
+            connect_lbfgs([optimizer], runtime)
+            if state is not None:
+                state.update(_own_state(optimizer, state))
+                optimizer.state[optimizer._params[0]] = state
 
 
 def _gathered(gather: Callable[[], torch.Tensor], kind: Any) -> torch.Tensor:
@@ -145,6 +159,14 @@ def _joined(parts: Sequence[Any], count: int) -> Any:
 
 def load_full_lbfgs_state(optimizer: LBFGS, state: dict[str, Any]) -> None:
     """Load the part of a whole state dict that belongs to the parameters on this rank."""
+    values = _own_state(optimizer, state["state"].get(0, {}))
+    optimizer.load_state_dict({**state, "state": {}})
+    if values:
+        optimizer.state[optimizer._params[0]] = values
+
+
+def _own_state(optimizer: LBFGS, state: dict[str, Any]) -> dict[str, Any]:
+    """The part of the state on one device that belongs to the parameters on this rank."""
     everything = optimizer.param_groups[0]["params"]
     own = {id(p) for p in optimizer._params}
     sizes, here = [_size(p) for p in everything], [id(p) in own for p in everything]
@@ -158,7 +180,5 @@ def load_full_lbfgs_state(optimizer: LBFGS, state: dict[str, Any]) -> None:
         first = optimizer._params[0]
         return vector.to(device=first.device, dtype=first.dtype).as_subclass(type(optimizer._gather_flat_grad()))
 
-    values = trees.map_structure(part, dict(state["state"].get(0, {})))
-    optimizer.load_state_dict({**state, "state": {}})
-    if values:
-        optimizer.state[optimizer._params[0]] = values
+    values: dict[str, Any] = trees.map_structure(part, dict(state))
+    return values

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from pipepart.errors import CaptureError
+from pipepart.errors import CaptureError, ConfigError
 from pipepart.lightning.manual_step import ManualNotes, OptimizerOutline
 from pipepart.lightning.outward import loggers_of
 from pipepart.lightning.trainer_views import NeedsNumber, TrainerView
@@ -113,7 +113,6 @@ def record_lightning_step(
     if dataloader_idx is not None:
         given["dataloader_idx"] = dataloader_idx
     given.update({name: _counter(module, name) for name in _COUNTERS})
-    method = getattr(type(module), step)
     own_step = getattr(module, step)
     passed = [name for name in ("batch_idx", "dataloader_idx") if name in given and _takes(own_step, name)]
 
@@ -130,7 +129,7 @@ def record_lightning_step(
     while True:
         try:
             recording = record_step(
-                module, step, run, batch, given, entry=method, numbers=numbers, batching=batching, others=others,
+                module, step, run, batch, given, entry=own_step, numbers=numbers, batching=batching, others=others,
                 converting=converting,
             )  # fmt: skip
             break
@@ -172,11 +171,19 @@ def with_class(thing: Any, members: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the class of `thing` is a subclass with these members, under the same name."""
     original = type(thing)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    object.__setattr__(thing, "__class__", type(original.__name__, (original,), {**names, **members}))
+    made = type(original.__name__, (original,), {**names, **members})
+    had = set(vars(made))
+    object.__setattr__(thing, "__class__", made)
     try:
         yield
     finally:
         object.__setattr__(thing, "__class__", original)
+    more = sorted(name for name in set(vars(made)) - had if not name.startswith("__"))
+    if more:
+        raise ConfigError(
+            f"the step sets {original.__name__}.{more[0]}, an attribute of the class. A recorded step does not run this Python "
+            f"again: set it on the module itself (self.{more[0]}), which is repeated in each step, or in a hook."
+        )
 
 
 @contextmanager

@@ -44,10 +44,10 @@ class _Script:
 class ManualSteps:
     """The recordings of a training step with manual optimization."""
 
-    def __init__(self, job: Job, module: LightningModule) -> None:
-        """The module must be whole."""
+    def __init__(self, job: Job, module: LightningModule, has_optimizers: bool = False) -> None:
+        """The module must be whole. `has_optimizers`: those of the run have been made already."""
         self._job, self._module = job, module
-        self.outline = _outline(module)
+        self.outline = _outline(module, has_optimizers)
         self._scripts: dict[str, _Script] = {}
         self.seconds = 0.0
         """The time of the segments of the last step, without its acts."""
@@ -189,8 +189,11 @@ class ManualSteps:
             scheduler.step()
 
 
-def _outline(module: LightningModule) -> OptimizerOutline:
-    """Call `configure_optimizers` once on the whole module; the optimizers of the run are made after planning."""
+def _outline(module: LightningModule, made: bool) -> OptimizerOutline:
+    """The outline of the optimizers of the run, if they are made. Else they are made after planning, and others before it:
+    `configure_optimizers` is called once more, on the whole module."""
+    if made:
+        return outline_of(module, module.trainer.optimizers, len(module.trainer.lr_scheduler_configs))
     with isolate_rng():
         optimizers, schedulers = of(module)._init_optimizers_and_lr_schedulers(module)
     return outline_of(module, optimizers, len(schedulers))

@@ -23,6 +23,7 @@ from pipepart.lightning.pipeline_strategy import PipelineStrategy
 from pipepart.lightning.remote_files import RemoteFile, is_remote
 from pipepart.recording.inputs import trees
 from pipepart.report import save_graph, save_timeline, write_report
+from pipepart.report.account import save_account
 from pipepart.report.figures import measured_step, plan_figures, step_figures
 from pipepart.runtime import StageRuntime
 from pipepart.runtime.failure import guarded
@@ -46,11 +47,11 @@ class PipelineMonitor(OwnCallback):
     ```
 
     All loggers of the trainer get the same figures, on rank 0. At the end, after the last checkpoint, `plan.json`,
-    `graph.json`, `trace.json` and `report.html` are in `folder` (by default the trainer's log directory; an address such as
-    `s3://bucket/run` is possible); Weights & Biases has them as artifacts and the page as a panel. While the run lasts,
-    `live.json` and `trace.json` there are renewed (`pipepart view --live FOLDER`), unless the folder is an address. If a logger
-    fails or a file cannot be written, a warning names it, and the run continues without it. `title` is the title of the page
-    (by default the name of the module's class).
+    `graph.json`, `trace.json`, `account.json` (where the time of a step went) and `report.html` are in `folder` (by default
+    the trainer's log directory; an address such as `s3://bucket/run` is possible); Weights & Biases has them as artifacts
+    and the page as a panel. While the run lasts, `live.json` and `trace.json` there are renewed (`pipepart view --live
+    FOLDER`), unless the folder is an address. If a logger fails or a file cannot be written, a warning names it, and the
+    run continues without it. `title` is the title of the page (by default the name of the module's class).
     """
 
     def __init__(
@@ -213,6 +214,9 @@ class PipelineMonitor(OwnCallback):
         files: dict[str, Path] = {}
         if timeline is not None:
             files |= self._written("trace.json", lambda path: save_timeline(path, timeline))
+        account = strategy.account
+        if account is not None:
+            files |= self._written("account.json", lambda path: save_account(path, account))
         files |= self._written(
             "report.html",
             lambda path: write_report(
@@ -222,6 +226,7 @@ class PipelineMonitor(OwnCallback):
                 costs=strategy.runtime.costs,
                 measured=timeline,
                 measured_step=measured_step(steps),
+                account=account,
                 title=self._title or type(trainer.lightning_module).__name__,
             ),
         )
@@ -273,6 +278,8 @@ def _in_all_replicas(runtime: StageRuntime, samples: int) -> int:
     groups = runtime.groups
     if groups is None or groups.numbers is None or groups.stage != 0:
         return samples
+    if runtime.parameters.loose is not None:  # replicas do not wait for each other
+        return samples * groups.mesh.replicas
     total = torch.tensor(samples)
     with guarded(groups):
         reduce_numbers(total, groups, groups.numbers, dist.ReduceOp.SUM)

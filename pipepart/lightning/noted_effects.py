@@ -69,6 +69,11 @@ class Effects:
     checked: bool = False
     """Whether the batch check has shown that values of one shape for all micro-batches are equal, or means over samples."""
 
+    @property
+    def are_made(self) -> bool:
+        """Whether the last stage makes values of the outputs: it feeds metrics, or merges micro-batches."""
+        return bool(self.separate) or any(effect.uses_metric for effect in self.all)
+
     def metrics(self, module: nn.Module) -> dict[str, Any]:
         """The metrics that the step uses, by path."""
         paths = {e.target if e.on_metric else e.options["metric"] for e in self.all if e.uses_metric}

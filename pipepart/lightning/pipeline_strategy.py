@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -14,7 +13,8 @@ from torch.optim import Optimizer
 
 from pipepart.build import Job
 from pipepart.devices import limit_threads, local_device
-from pipepart.lightning.announce import measured_against_predicted, tell
+from pipepart.lightning.announce import measured_against_predicted, said, tell
+from pipepart.lightning.apart import ReplicasApart
 from pipepart.lightning.as_written import AsWritten, is_undivided
 from pipepart.lightning.binding import BoundStrategy
 from pipepart.lightning.checkpoint_files import safe_by_default
@@ -40,12 +40,16 @@ from pipepart.lightning.run_features import RunFeatures
 from pipepart.lightning.run_parts import RunParts
 from pipepart.lightning.run_patches import Signals, connect_callbacks
 from pipepart.lightning.skipped_steps import allow_skipped_batches
+from pipepart.lightning.step_clock import StepClock
 from pipepart.lightning.strategy_options import StrategyOptions
+from pipepart.lightning.sync_states import add_sync_states, load_sync_states
 from pipepart.lightning.wholeness import move_to_device
 from pipepart.planning import Plan
+from pipepart.planning.compile_mode import CompileOption
 from pipepart.planning.request import ScheduleName
 from pipepart.planning.sync_mode import SyncOption
 from pipepart.recording.inputs.batching import BatchDim
+from pipepart.report.account import Account
 from pipepart.runtime import Mesh
 from pipepart.runtime.failure import guarded
 
@@ -68,7 +72,15 @@ _TRACED = frozenset({3, 10})
     "barrier", "broadcast", "reduce", "all_gather", "reduce_boolean_decision",
 )  # fmt: skip
 class PipelineStrategy(
-    LatePlans, RunParts, KnownRanks, BoundStrategy, HookedStrategy, RankCollectives, RunFeatures, ParallelStrategy
+    LatePlans,
+    RunParts,
+    KnownRanks,
+    BoundStrategy,
+    HookedStrategy,
+    ReplicasApart,
+    RankCollectives,
+    RunFeatures,
+    ParallelStrategy,
 ):
     """Train an unmodified LightningModule as `replicas` pipelines of `stages` stages.
 
@@ -111,6 +123,7 @@ class PipelineStrategy(
         verify: bool = False,
         batch_dim: BatchDim = 0,
         sync: SyncOption = "mean",
+        compile: CompileOption = False,
         accelerator: Any = None,  # the last five: of the namespace of the trainer
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -128,6 +141,9 @@ class PipelineStrategy(
         """Seconds of each training step of the last fit on this rank, without the optimizer."""
         self.as_written = True
         """Whether steps that cannot be recorded may run as they are written, where one process has nothing to divide."""
+        self.account: Account | None = None
+        """Where the time of a step of the last fit has gone, on rank 0. None elsewhere, with manual optimization, and if no
+        step was traced."""
         self.rehearsed: float | None = None
         """Seconds of a step in the rehearsal of the plan, if there was one."""
 
@@ -155,7 +171,7 @@ class PipelineStrategy(
     def process_dataloader(self, dataloader: Any) -> Any:
         early = self._steps is None and not self._late  # planning opens it before the run does
         kept = read_once(dataloader) if early else dataloader
-        return self._ranks.loader(self._batches.loader(kept))
+        return self._ranks.loader(self._batches.loader(kept), self._whole.decide)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if device is None and self._batches.stay_on_host():
@@ -185,6 +201,7 @@ class PipelineStrategy(
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         runtime = self.runtime if self.sharded else self._whole.runtime
+        add_sync_states(checkpoint, self.optimizers, runtime)
         self._checkpoints.save(checkpoint, filepath, runtime, self.checkpoint_io, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -195,6 +212,7 @@ class PipelineStrategy(
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizers(checkpoint, self.optimizers, self._whole.runtime)
+        load_sync_states(checkpoint, self.optimizers, self._whole.runtime)
 
     # ---- set-up
 
@@ -211,12 +229,6 @@ class PipelineStrategy(
         self._launcher = None
         if self._launched:
             self._launcher = launcher_for(of(self), self.cluster_environment, self.num_processes, self.num_nodes)
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """`trainer.init_module(empty_init=True)` builds on the meta device. Each rank fills its part after planning."""
-        with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
-            yield
 
     def setup_environment(self) -> None:
         module, trainer = self._module_and_trainer()
@@ -275,8 +287,10 @@ class PipelineStrategy(
                 self._plan_at_set_up(trainer, "training_step" if fitting else _EVALUATION[trainer.state.fn])
         if self._steps is not None:
             self._steps.start(self.step_times, self._seed)
+        if fitting:
+            self.account, self._clock = None, StepClock(trainer, self._patches, self.step_times)
         self._checkpoints.load_waiting(module, self._whole.runtime)
-        self._signals = Signals(trainer, self._ranks.groups, self._patches)
+        self._signals = Signals(trainer, self._ranks.groups, self._patches, lambda: self._whole.in_step)
         if fitting:
             allow_skipped_batches(trainer, self.mesh, self._patches)
             with counted_by_replicas(trainer, self.mesh):
@@ -303,7 +317,7 @@ class PipelineStrategy(
             module, self._options, self.mesh, self._ranks.groups, self.root_device, context=context, precision=precision
         )
         with only_shapes(module, self._large) as values:
-            self._steps = steps = RecordedSteps(job, module, self._written.possible)
+            self._steps = steps = RecordedSteps(job, module, self._written.possible, self._has_optimizers)
             built = steps.build(step, example, loader)
         self._whole.runtime = built.runtime
         if values is not None:
@@ -363,7 +377,7 @@ class PipelineStrategy(
 
         answer = self._recorded_or(step, recorded, written, args)
         if self._signals is not None:
-            self._signals.agree(step)
+            self._signals.agree(step, self._steps.ahead if self._steps is not None else 0)
         return answer
 
     def _module_and_trainer(self) -> tuple[LightningModule, Trainer]:
@@ -379,16 +393,21 @@ class PipelineStrategy(
             reopen(self._module_and_trainer()[1])
 
     def on_train_end(self) -> None:
+        super().on_train_end()
         if self._whole.runtime is not None and "training_step" not in self._written.steps:
             tell(measured_against_predicted(self.plan, self.step_times))
+            self.account = self._clock.account(self.plan, self.runtime) if self.is_global_zero and self._clock else None
+            tell(said(self.account))
 
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if (
             isinstance(exception, of(self).SIGTERMException)
             and self._signals is not None
             and (self._whole.runtime is not None or self._written.steps)
         ):
             self._signals.save()
+        self._ranks.tell(exception)
         self._whole.vote(f"failed: {type(exception).__name__}: {exception}")
 
     def teardown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,14 @@ class Ranks:
     def leave(self) -> None:
         """End a run: the environment of this process is that of the user again."""
         leave_environment()
+
+    def tell(self, failure: BaseException) -> None:
+        """Tell the other ranks that this one ends with a failure, for example in a hook, in which it waits for nobody."""
+        if isinstance(failure, Exception) and not isinstance(
+            failure, either("SIGTERMException")
+        ):  # all ranks raise that
+            with suppress(Exception), guarded(self.groups):
+                raise failure
 
     def describe_nodes(self, node: int) -> str:
         """The stages on each node, one line per node; empty for a single node. `node` is the number of this one.
@@ -179,11 +188,14 @@ class Ranks:
 
     # ---- data and weights
 
-    def loader(self, dataloader: Any) -> Any:
-        """The loader of this rank. Streams end on all ranks when the first stage of a replica has no more data."""
+    def loader(self, dataloader: Any, decide: Callable[[bool], bool]) -> Any:
+        """The loader of this rank. Streams end on all ranks when the first stage of a replica has no more data.
+
+        `decide` returns whether all ranks agree, as the method of this name does.
+        """
         if self.groups is None or not needs_agreement(dataloader):
             return dataloader
-        return ends_together(dataloader, self.groups.stage == 0, self.decide)
+        return ends_together(dataloader, self.groups.stage == 0, decide)
 
     def share_weights(self, module: nn.Module) -> None:
         """Copy the weights and buffers of rank 0 to all ranks, so that the seeds of ranks may differ."""

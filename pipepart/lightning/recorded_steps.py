@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,21 +21,22 @@ from pipepart.lightning.announce import tell
 from pipepart.lightning.as_written import NotRecorded, not_recorded
 from pipepart.lightning.data import batches_ahead, prepare, received, why_not_ahead
 from pipepart.lightning.effects import record_with_effects
-from pipepart.lightning.evaluations import Evaluations
+from pipepart.lightning.evaluations import Evaluation, Evaluations
 from pipepart.lightning.late_plan import all_or_none
 from pipepart.lightning.manual_run import ManualSteps
 from pipepart.lightning.materialise import empty_names
 from pipepart.lightning.noted_effects import Effects
-from pipepart.lightning.repeat_effects import repeat_effects
+from pipepart.lightning.repeat_effects import repeat_effects, values_made
 from pipepart.lightning.skipped_steps import check_skipped_batch
+from pipepart.lightning.step_numbers import all_numbers, numbers_of, step_numbers
 from pipepart.lightning.step_updates import StepUpdates, taken_out
-from pipepart.lightning.trainer_views import number_of_trainer
 from pipepart.recording import Recording
 from pipepart.recording.model_state.places import Place
 from pipepart.runtime import StageRuntime, StepRequest
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.meeting import broadcast_object
 from pipepart.runtime.microbatch import Whole
+from pipepart.runtime.program import StepResult
 from pipepart.samples.batch_numbers import NOT_KNOWN_AHEAD
 from pipepart.samples.pieces import pieces_of
 
@@ -49,12 +50,18 @@ _WORTH_A_REHEARSAL = 50
 
 
 class RecordedSteps:
-    """The recordings of all steps of one module, with their effects. If `undivided`, other steps raise `NotRecorded`."""
+    """The recordings of all steps of one module, with their effects. If `undivided`, other steps raise `NotRecorded`.
+
+    `has_optimizers`: those of the run have been made already.
+    """
 
     runtime: StageRuntime
     """The runtime of the recordings; set by `build`."""
 
-    def __init__(self, job: Job, module: LightningModule, undivided: bool = False) -> None:
+    def __init__(
+        self, job: Job, module: LightningModule, undivided: bool = False, has_optimizers: bool = False
+    ) -> None:
+        self._has_optimizers = has_optimizers
         self._job, self._module, self._undivided = job, module, undivided
         self._trainable: tuple[bool, ...] = ()
         """For each parameter, whether it was trained when the training step was recorded last."""
@@ -75,8 +82,8 @@ class RecordedSteps:
     def build(self, step: str, batch: Any, loader: int | None = None) -> Built:
         """Record the first step on a batch, agree on a plan, and keep this rank's stage. Every rank must call it.
 
-        All ranks raise `NotYet` if the step raises an error of its own. `loader` is the number of the loader of the batch, if
-        the step gets it.
+        The modes of the modules are those that the step will have. All ranks raise `NotYet` if the step raises an error of its
+        own. `loader` is the number of the loader of the batch, if the step gets it.
         """
         trains = step == "training_step"
         self._optimize_manually(step)
@@ -88,7 +95,7 @@ class RecordedSteps:
             around=lambda: all_or_none(self._job.groups),
         )
         with _something_trained(self._module) if trains else nullcontext():
-            built = build(self._job, first if trains else replace(first, mode=self._module.eval), batch)
+            built = build(self._job, first, batch)
         self.runtime = built.runtime
         self.effects[step] = replace(self.effects[step], checked=built.samples.checked)
         key = _key(step, loader)
@@ -99,7 +106,7 @@ class RecordedSteps:
 
     def _optimize_manually(self, step: str) -> None:
         if step == "training_step" and not self._module.automatic_optimization and self._manual is None:
-            self._manual = ManualSteps(self._job, self._module)
+            self._manual = ManualSteps(self._job, self._module, self._has_optimizers)
 
     def _segments(self, step: str, name: str) -> Callable[[], Sequence[Step]] | None:
         """The segments of a recording of a step, once it is recorded; None for steps that are run as they are."""
@@ -160,7 +167,7 @@ class RecordedSteps:
             separate=self.effects[name].separate,
             context=self._job.context,
         )
-        numbers = partial(self._all_numbers, name, batch_idx, None)
+        numbers = partial(all_numbers, runtime.recording(name), trainer, batch_idx, None)
         self._updates.run(name, True, numbers, runtime)
         result = runtime.train(request, name)
         self._updates.run(name, False, numbers, runtime)
@@ -181,16 +188,29 @@ class RecordedSteps:
     def evaluate(self, step: str, batch: Any, batch_idx: int, loader: int | None) -> Any:
         """Forward of all micro-batches, and the effects of the step. Returns its result."""
         trained = self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        name, leaves = self._find(step, batch, batch_idx, loader)
 
-        def request(index: int, own: list[Any] | None) -> StepRequest:
+        def request(name: str, index: int, own: list[Any] | None) -> StepRequest:
             return self._request(name, own, self.runtime.seeds.of_step(step, trained, loader or 0, index))
 
-        if self._updates.of(name):
-            return self._forward(name, request(batch_idx, leaves), batch_idx, loader)
-        flattener, effects, runtime = partial(self._flatten, loader=loader), self.effects[name], self.runtime
-        result = self._evaluations.run(name, loader, batch_idx, leaves, request, flattener, effects, runtime)
-        return repeat_effects(effects, result, runtime.recording(name), self._module, runtime)
+        flattener, runtime = partial(self._flatten, loader=loader), self.runtime
+        evaluation = Evaluation(step, loader, request, flattener, self._made)
+        found = self._evaluations.go_on(evaluation, batch_idx, runtime)
+        if found is None:
+            name, leaves = self._find(step, batch, batch_idx, loader)
+            if self._updates.of(name):
+                return self._forward(name, request(name, batch_idx, leaves), batch_idx, loader)
+            result = self._evaluations.begin(evaluation, name, batch_idx, leaves, self.effects[name], runtime)
+        else:
+            name, result = found
+        return repeat_effects(self.effects[name], result, runtime.recording(name), self._module, runtime)
+
+    @property
+    def ahead(self) -> int:
+        """The batches of an evaluation that stages run ahead of Lightning."""
+        return self._evaluations.ahead
+
+    def _made(self, name: str, result: StepResult) -> Any:
+        return values_made(self.effects[name], self._module, result)
 
     def _request(self, name: str, leaves: list[Any] | None, draw_key: int | None = None) -> StepRequest:
         return StepRequest(
@@ -201,7 +221,7 @@ class RecordedSteps:
     def _forward(self, name: str, request: StepRequest, batch_idx: int, loader: int | None) -> Any:
         """Run the forward of a recorded step, and its effects."""
         runtime = self.runtime
-        numbers = partial(self._all_numbers, name, batch_idx, loader)
+        numbers = partial(all_numbers, runtime.recording(name), self._module.trainer, batch_idx, loader)
         self._updates.run(name, True, numbers, runtime)
         result = runtime.evaluate(request, name)
         self._updates.run(name, False, numbers, runtime)
@@ -282,8 +302,9 @@ class RecordedSteps:
                 outline=self._manual.outline if self._manual is not None else None,
             )  # fmt: skip
         self.effects[name] = effects
+        numbered = step_numbers(self._module.trainer, batch_idx, loader)
         if notes is not None and self._manual is not None:
-            self._manual.cut(name, recording, notes, example.batch, self._numbers(batch_idx, loader))
+            self._manual.cut(name, recording, notes, example.batch, numbered)
         if notes is None:
             options = self._job.options
             count = 1 if options.loss == "microbatch" else options.microbatches
@@ -291,7 +312,7 @@ class RecordedSteps:
             self._updates.add(name, update)
         if training:
             self._trainable = _trainable(self._module)
-        given = self._numbers_of(recording, self._numbers(batch_idx, loader))
+        given = numbers_of(recording, self._module.trainer, numbered)
         return Recorded(recording, effects.reduced_otherwise, effects.averaged, given)
 
     def _add(self, variants: Variants, step: str, batch: Any, batch_idx: int, loader: int | None) -> None:
@@ -334,36 +355,13 @@ class RecordedSteps:
             if added.segments is not None and self._manual is not None:
                 self._manual.drop(dropped, runtime)
 
-    def _numbers(self, batch_idx: int, loader: int | None) -> dict[str, Any]:
-        """The numbers of a step, by the names of their inputs."""
-        trainer = self._module.trainer
-        return {
-            "batch_idx": batch_idx,
-            "global_step": trainer.global_step,
-            "current_epoch": trainer.current_epoch,
-            "dataloader_idx": loader or 0,
-        }
-
-    def _numbers_of(self, recording: Recording, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """The numbers that a recording takes, by the names of their inputs."""
-        wanted = {item.name for item in recording.inputs if item.kind == "number"}
-        own = {key: value for key, value in numbers.items() if key in wanted}
-        rates = {name: number_of_trainer(self._module.trainer, name) for name in wanted}
-        return own | {name: rate for name, rate in rates.items() if rate is not None}
-
-    def _all_numbers(self, name: str, batch_idx: int, loader: int | None) -> dict[str, Any]:
-        """All numbers of a step, on every rank."""
-        recording = self.runtime.recording(name)
-        numbers = self._numbers_of(recording, self._numbers(batch_idx, loader))
-        places = {item.name: item.place for item in recording.inputs if item.place is not None}
-        return numbers | {name: place.read() for name, place in places.items()}
-
     def _flatten(self, batch: Any, batch_idx: int, loader: int | None) -> Callable[[Recording], list[Any]]:
         """A function that returns the leaves of a batch and the numbers of its step, as a recording takes them."""
-        runtime, numbers = self.runtime, self._numbers(batch_idx, loader)
+        runtime, trainer = self.runtime, self._module.trainer
+        numbers = step_numbers(trainer, batch_idx, loader)
 
         def flatten(recording: Recording) -> list[Any]:
-            own = self._numbers_of(recording, numbers)
+            own = numbers_of(recording, trainer, numbers)
             leaves = recording.flatten((batch,), own)
             pieces = pieces_of(batch, runtime.root, runtime.options.batch_dim, False, runtime.plan.microbatches)
             if pieces is None:

@@ -32,7 +32,7 @@ from pipepart.runtime.program import StepResult
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["merge_values", "repeat_effects"]
+__all__ = ["merge_values", "repeat_effects", "values_made"]
 
 
 def repeat_effects(
@@ -41,14 +41,19 @@ def repeat_effects(
     """Repeat all effects of a step that has run, and return the result of the step."""
     metrics = effects.metrics(module)
     values: dict[int, Any] = dict(effects.constants)
-    if effects.separate or metrics:
+    ahead = result.made is not None
+    if ahead:
+        values |= result.made
+    elif effects.are_made:
         values |= made_on_last_stage(
             runtime,
             lambda: _values(effects, result, metrics),
             "the last stage failed after the step, while feeding metrics or merging values",
         )
     for effect in effects.all:
-        _apply(effect, values, result, module, runtime, metrics)
+        _apply(
+            effect, values, result, module, runtime, metrics, fed=runtime.is_last, shown=runtime.is_last and not ahead
+        )
     outputs = list(result.outputs)
     for index, later in effects.returned.items():
         outputs[index] = later.value(values)
@@ -56,6 +61,11 @@ def repeat_effects(
 
 
 # ---- on the last stage
+
+
+def values_made(effects: Effects, module: LightningModule, result: StepResult) -> dict[int, Any] | None:
+    """Feed the metrics and merge values, in a series as soon as the outputs of a batch are final."""
+    return _values(effects, result, effects.metrics(module)) if effects.are_made else None
 
 
 @on_this_rank()
@@ -215,15 +225,18 @@ def _apply(
     module: LightningModule,
     runtime: StageRuntime,
     metrics: Mapping[str, Any],
+    fed: bool,
+    shown: bool,
 ) -> None:
+    """`fed`: metrics of this rank have seen the batch; `shown`: they have its value, and not that of a later batch."""
     if effect.kind == "number":
         return
     if effect.on_metric:
-        if effect.kind == "forward" and not runtime.is_last:
+        if effect.kind == "forward" and not shown:
             _remember(metrics[effect.target], values[effect.ordinal])
-        elif effect.kind == "reset" and not runtime.is_last:
+        elif effect.kind == "reset" and not fed:
             metrics[effect.target].reset()
-        elif effect.kind == "configure" and not runtime.is_last:
+        elif effect.kind == "configure" and not fed:
             _configure(metrics[effect.target], effect, values[effect.ordinal])
         return
     if effect.ordinal in values:

@@ -1,19 +1,23 @@
 """Features of a Trainer that need more than a stage: compiled modules, averages of weights, LBFGS, batch norm over replicas.
 
-A strategy inherits them. Each is connected where Lightning calls the strategy in any run.
+A strategy inherits them, and its context for modules. Each is connected where Lightning calls the strategy in any run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import LBFGS
 
 from pipepart.errors import ConfigError
 from pipepart.lightning.averages import Average, connect_averages
-from pipepart.lightning.lbfgs import connect_lbfgs
+from pipepart.lightning.lbfgs import connect_lbfgs, connect_lbfgs_late
 from pipepart.lightning.ranks import Ranks
+from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import Wholeness
 
 if TYPE_CHECKING:
@@ -31,12 +35,15 @@ _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_s
 class RunFeatures(ParallelStrategy):
     """The part of a strategy that connects these features."""
 
+    _options: StrategyOptions
     _ranks: Ranks
     _whole: Wholeness
     _layer_sync: Any
     sharded: bool
     _averages: tuple[Average, ...] = ()
     _was_compiled = False
+    _has_optimizers = False
+    """Whether the optimizers of this run are made. Those of the run before may still be there."""
 
     @property  # type: ignore[override]
     def _lightning_module(self) -> Any:
@@ -48,8 +55,15 @@ class RunFeatures(ParallelStrategy):
         self._was_compiled = _as_written(module) or (self._was_compiled and module is self._lightning_module)
         self.__dict__["_lightning_module"] = module
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """`trainer.init_module(empty_init=True)` builds on the meta device. Each rank fills its part after planning."""
+        with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
+            yield
+
     def setup_environment(self) -> None:
         """Before callbacks are set up and restored."""
+        self._has_optimizers = False
         for average in self._averages:  # of a run that has ended without a teardown
             average.release()
         module = self._lightning_module
@@ -57,8 +71,9 @@ class RunFeatures(ParallelStrategy):
         super().setup_environment()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """After the module was cut into stages."""
+        """After the module was cut into stages, if there is a plan."""
         super().setup_optimizers(trainer)
+        self._has_optimizers = True
         if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
             if not self._lightning_module.automatic_optimization:
                 raise ConfigError(
@@ -77,9 +92,20 @@ class RunFeatures(ParallelStrategy):
         if self._whole.runtime is not None:
             connect_lbfgs(self.optimizers, self._whole.runtime)
 
+    def _connect_late_plan(self) -> None:
+        """Connect the features of a run that was planned after its set-up. All ranks must call it together."""
+        runtime = self._whole.runtime
+        assert runtime is not None
+        if self._has_optimizers:
+            connect_lbfgs_late(self.optimizers, runtime)
+        self._share_batch_statistics()
+
     def setup_precision_plugin(self) -> None:
         """At the end of set-up."""
         super().setup_precision_plugin()
+        self._share_batch_statistics()
+
+    def _share_batch_statistics(self) -> None:
         if self._layer_sync is not None and self._whole.runtime is not None:  # sync_batchnorm=True
             self._whole.runtime.share_batch_statistics()
 
@@ -89,10 +115,9 @@ class RunFeatures(ParallelStrategy):
         if not parts:
             return ""
         more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
-        return (
-            f"\nnote       compiled by torch.compile: {', '.join(parts[:3])}{more}. They are recorded as what they wrap, and "
-            "stages run them without the compiler"
-        )
+        how = "the chunks of a stage are compiled" if self._options.compile else "stages run them without the compiler"
+        named = ", ".join(parts[:3])
+        return f"\nnote       compiled by torch.compile: {named}{more}. They are recorded as what they wrap, and {how}"
 
 
 def _as_written(module: Any) -> bool:

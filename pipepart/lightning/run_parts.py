@@ -12,6 +12,7 @@ from pipepart.lightning.loss_scaling import LossScaling
 from pipepart.lightning.ranks import Ranks
 from pipepart.lightning.recorded_steps import RecordedSteps
 from pipepart.lightning.run_patches import RunPatches, Signals
+from pipepart.lightning.step_clock import StepClock
 from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import Wholeness
 from pipepart.planning import Plan
@@ -33,6 +34,8 @@ class RunParts:
     _signals: Signals | None
     _scaling: LossScaling | None
     _plan: Plan | None
+    _clock: StepClock | None
+    """What the steps of a fit take under the trainer; None before a fit."""
     _opened: bool
     """Whether planning has opened the loader of a fit, which therefore starts again."""
     _late: bool
@@ -51,7 +54,7 @@ class RunParts:
         self._checkpoints = Checkpoints(self._ranks, lambda: own.sharded)
         self._batches = BatchPlaces(lambda: own._module_and_trainer()[1], self._whole)
         self._patches = RunPatches()
-        self._steps = self._signals = self._scaling = self._plan = None
+        self._steps = self._signals = self._scaling = self._plan = self._clock = None
         self._opened = self._late = self._large = False
         self._written = AsWritten(False)
         self._seed = 0

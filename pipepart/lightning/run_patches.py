@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from pipepart.lightning.namespaces import of
 from pipepart.recording.model_state.state import stand_ins
 from pipepart.runtime import Groups
 from pipepart.runtime.failure import guarded
-from pipepart.runtime.meeting import reduce_numbers
+from pipepart.runtime.meeting import reduce_later
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -30,6 +31,8 @@ __all__ = ["RunPatches", "Signals", "connect_callbacks"]
 _ABSENT = object()
 _ANSWERS_WITHIN = 0.1
 """Seconds between two exchanges of flags, if steps are shorter than that."""
+_IN_SERIES = 5
+"""The factor of that time where exchanges may be under way: each of them wakes all ranks up, which have work to do."""
 _MOST_CALLS = 16
 """Steps between two exchanges, at most: the next steps may take longer than the last ones."""
 
@@ -135,10 +138,15 @@ class Signals:
     moment, so here a handler only sets a flag, and the ranks exchange their flags between steps.
     """
 
-    def __init__(self, trainer: Trainer, groups: Groups | None, patches: RunPatches) -> None:
-        self._trainer, self._groups = trainer, groups
+    def __init__(
+        self, trainer: Trainer, groups: Groups | None, patches: RunPatches, in_step: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`in_step` returns whether the replicas have equal parameters now; otherwise they do not wait for each other."""
+        self._trainer, self._groups, self._in_step = trainer, groups, in_step
         self._terminate = self._requeue = False
         self._kind, self._calls, self._next, self._since = "", 0, 1, time.perf_counter()
+        self._open: deque[tuple[Callable[[], None], torch.Tensor, bool]] = deque()
+        """Exchanges under way: the function that waits for their end, the flags, and whether the kind was the same before."""
         connector: Any = trainer._signal_connector
         self._save_and_requeue: Callable[[int, Any], None] = type(connector)._slurm_sigusr_handler_fn.__get__(connector)
         patches.put(connector, "_sigterm_notifier_fn", self._on_sigterm)
@@ -160,27 +168,36 @@ class Signals:
         else:
             self._requeue = True
 
-    def agree(self, kind: str) -> None:
+    def agree(self, kind: str, behind: int = 0) -> None:
         """Exchange the flags, if it is time to. Afterwards `trainer.received_sigterm` is the same on all ranks.
 
         All ranks must call it equally often. An exchange costs a fraction of a millisecond, as much as a short step. So with
         short steps of one `kind` it takes place only each few calls, whose number all ranks know from the last exchange.
+        `behind`: the exchanges that may be under way, so that stages that are some batches ahead do not wait.
         """
-        if self._groups is None:
+        if self._groups is None or not self._in_step():
             return
         self._calls += 1
-        if kind == self._kind and self._calls < self._next:
-            return
-        mine = int(1e6 * (time.perf_counter() - self._since) / self._calls)
+        if kind != self._kind or self._calls >= self._next:
+            self._next = self._next if kind == self._kind else 1
+            requeue, self._requeue = self._requeue, False
+            mine = int(1e6 * (time.perf_counter() - self._since) / self._calls)
+            with guarded(self._groups):
+                flags = torch.tensor([self._terminate, requeue, mine])
+                self._open.append((reduce_later(flags, self._groups, self._groups.world), flags, kind == self._kind))
+            self._kind, self._calls, self._since = kind, 0, time.perf_counter()
+        while len(self._open) > behind:
+            self._answered(*self._open.popleft(), behind)
+
+    def _answered(self, wait: Callable[[], None], flags: torch.Tensor, same_kind: bool, behind: int) -> None:
+        """Act on the flags of all ranks."""
         with guarded(self._groups):
-            flags = torch.tensor([self._terminate, self._requeue, mine])
-            reduce_numbers(flags, self._groups, self._groups.world)
+            wait()
         terminate, requeue, slowest = flags.tolist()
         # After a change of the kind, the time of a call is not known yet.
-        self._next = min(_MOST_CALLS, max(1, int(1e6 * _ANSWERS_WITHIN / max(1, slowest)))) if kind == self._kind else 1
-        self._kind, self._calls, self._since = kind, 0, time.perf_counter()
+        within = _ANSWERS_WITHIN * (1 if behind == 0 else _IN_SERIES)
+        self._next = min(_MOST_CALLS, max(1, int(1e6 * within / max(1, slowest)))) if same_kind else 1
         if requeue:
-            self._requeue = False
             self._save_and_requeue(0, None)
         if terminate:
             self._trainer._signal_connector.received_sigterm = True

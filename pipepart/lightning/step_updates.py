@@ -34,7 +34,8 @@ def taken_out(recording: Recording, microbatches: int | str, empty: bool) -> tup
     """
     for path, (buffers, line) in recording.updates.items() if microbatches != 1 else ():
         why = next(
-            (note for note in recording.notes if note.startswith(f"kept {path!r} whole")), f"kept {path!r} whole"
+            (note for note in recording.notes if note.startswith(f"kept {path!r} whole")),
+            f"spectral norm, for example, improves its estimate in each call of {path!r}",
         )
         raise ConfigError(
             f"module {path!r}, called at {line}, changes its buffer {buffers[0]!r}, and would do so once for each micro-batch "

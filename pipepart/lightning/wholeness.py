@@ -63,6 +63,12 @@ class Wholeness:
         self._metrics: ConnectedMetrics | None = None
         self._runs = 0
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the replicas have equal parameters now."""
+        loose = self.runtime.parameters.loose if self.runtime is not None else None
+        return loose is None or loose.in_step
+
     def enter(self, module: LightningModule, fitting: bool) -> None:
         """Start a run: keep the cut of an earlier run if it still fits. Otherwise the pipeline is not set up."""
         self._runs += 1
@@ -91,6 +97,15 @@ class Wholeness:
         self._metrics = ConnectedMetrics(self.runtime.root, self.runtime)
         if self._ranks.groups is not None:
             self.runtime.root.__dict__[_CUT] = _InParts(self.runtime)
+
+    def decide(self, decision: bool) -> bool:
+        """Whether the decision is true on all ranks, of which those that are not first stages always agree.
+
+        With one replica, its first stage tells the others, and does not wait for them.
+        """
+        if self.runtime is None or self._ranks.mesh.replicas > 1:
+            return self._ranks.decide(decision)
+        return bool(self.runtime.told_by_first(decision))
 
     def make_whole(self) -> None:
         """Gather all values on every rank, in host memory, and forget the plan. All ranks must call it together."""

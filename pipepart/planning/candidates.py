@@ -88,9 +88,9 @@ class SearchSpace:
         if shape not in self._cases:
             layout = self.request.layout(shape.stages, shape.replicas)
             costs = self._costs(layout, shape.size)
-            share = SyncMode.of(self.request.sync).optimizer_share(shape.replicas)
-            states = self.request.optimizer_factor * share
-            pricing = Pricing(self.graph, costs, self.sizes, layout, states, self.frozen)
+            mode = SyncMode.of(self.request.sync)
+            states = self.request.optimizer_factor * mode.optimizer_share(shape.replicas) + mode.copies(shape.replicas)
+            pricing = Pricing(self.graph, costs, self.sizes, layout, states, self.frozen, mode.sums_gradients)
             self._cases[shape] = Case(pricing, self.request, shape)
         return self._cases[shape]
 

@@ -85,6 +85,7 @@ def _summary(plan: Plan) -> list[str]:
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.1%})",
         f"split      {quality}; costs: {plan.cost_source}; {plan.method}",
         f"limits     {_limits(plan)}",
+        *([f"sync       {plan.sync}, chosen by price"] if plan.sync and plan.replicas > 1 else []),
         *_memory(plan),
         *_links(plan),
     ]

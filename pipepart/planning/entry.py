@@ -16,6 +16,7 @@ from pipepart.cost.op_costs import given_costs
 from pipepart.cost.this_machine import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import Captured, OpGraph, capture, op_graph
+from pipepart.planning.layout import Layout
 from pipepart.planning.memory import parameter_sizes
 from pipepart.planning.plan import Plan
 from pipepart.planning.request import PlanOptions, ScheduleName
@@ -26,7 +27,7 @@ from pipepart.recording import Recording
 from pipepart.schedule import read_csv
 from pipepart.values import Positive, Range, check_fields, shortened
 
-__all__ = ["Target", "plan", "plan_for"]
+__all__ = ["Target", "layout_of", "plan", "plan_for"]
 
 
 def plan(
@@ -126,6 +127,12 @@ def plan_for(
     )
     frozen = {name for name, p in recording.root.named_parameters() if not p.requires_grad}
     return search(graph, source, parameter_sizes(recording.root), request, frozen=frozen)
+
+
+def layout_of(plan: Plan, options: PlanOptions, target: Target) -> Layout:
+    """Return the devices and links for which `plan_for` has made a plan."""
+    where = _cluster(target.cluster, target.devices, plan.stages, plan.replicas)
+    return Layout.on(where, plan.stages, plan.replicas, memory_limit=options.memory_limit)
 
 
 def _recorded(

@@ -12,7 +12,16 @@ from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind
 from pipepart.errors import PlanError
 from pipepart.partition import Link
 
-__all__ = ["BETWEEN_GPUS", "BY_PROCESSOR", "GROUP_LINK", "LOCAL_LINK", "Handling", "Layout", "MeasuredLinks"]
+__all__ = [
+    "BETWEEN_GPUS",
+    "BY_PROCESSOR",
+    "GROUP_LINK",
+    "LOCAL_LINK",
+    "Handling",
+    "Layout",
+    "MeasuredLinks",
+    "ring_seconds",
+]
 
 
 @dataclass(frozen=True)
@@ -161,19 +170,45 @@ class Layout:
             return self.across
         return self._worst({self._link_name(a, b) for a, b in zip(ranks, ranks[1:] + ranks[:1]) if a != b})
 
+    def levels(self, stage: int) -> tuple[int, Link, Link] | None:
+        """Return the replicas of a stage on each host, and the slowest links inside and between hosts.
+
+        None: all are on one host, or hosts have different numbers of them, or one each.
+        """
+        ranks = [replica * self.stages + stage for replica in range(self.replicas)]
+        if self.cluster is not None:
+            hosts = [self._node_of[rank] for rank in ranks]
+        elif self.links is not None:
+            hosts = [self.links.hosts[rank] for rank in ranks]
+        else:
+            return None
+        groups = [[rank for rank, host in zip(ranks, hosts) if host == one] for one in dict.fromkeys(hosts)]
+        size = len(groups[0])
+        if len(groups) < 2 or size < 2 or any(len(group) != size for group in groups) or hosts != sorted(hosts):
+            return None
+        if self.cluster is None:
+            assert self.links is not None
+            return size, self.links.sums_inside or self.across, self.links.sums_between or self.across
+        inside = (
+            self.across
+            if self._cores(stage)
+            else self._worst({self._link_name(*pair) for g in groups for pair in pairwise(g)})
+        )
+        return size, inside, self._worst({self._link_name(a[0], b[0]) for a, b in pairwise(groups)})
+
     def reduce_seconds(self, stage: int, size: float) -> float:
         """Return the seconds to sum gradients of so many bytes over the replicas of a stage by a ring."""
         if self.replicas == 1 or size <= 0:
             return 0.0
-        return _ring(self.between_replicas(stage), self.replicas, size)
+        return ring_seconds(self.between_replicas(stage), self.replicas, size)
 
     def tie_seconds(self, stages: Sequence[int], size: float) -> float:
         """Return the seconds to sum gradients of so many bytes over stages that use the same parameters."""
         if len(stages) < 2 or size <= 0:
             return 0.0
         if (self.cluster is None and self.links is None) or self._cores(stages[0]):
-            return _ring(self.across, len(stages), size)
-        return _ring(_slowest_link([self.link(a, b) for a, b in pairwise(stages)]), len(stages), size)
+            return ring_seconds(self.across, len(stages), size)
+        return ring_seconds(_slowest_link([self.link(a, b) for a, b in pairwise(stages)]), len(stages), size)
 
     def _pairs(self, a: int, b: int) -> list[tuple[int, int]]:
         """Return the ranks of two stages in each replica."""
@@ -197,7 +232,8 @@ def _slowest_link(links: Sequence[Link | LinkKind]) -> Link:
     return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
 
 
-def _ring(link: Link, members: int, size: float) -> float:
+def ring_seconds(link: Link, members: int, size: float) -> float:
+    """Return the seconds of an all-reduce of so many bytes by a ring of so many members."""
     return 2 * (members - 1) * (link.latency + size / members / link.bandwidth)
 
 

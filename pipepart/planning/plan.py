@@ -26,7 +26,7 @@ VERSION = 1
 _MOST_FORWARDS = 4_000_000
 """Chunks times micro-batches of a plan in a file: larger schedules would take minutes to simulate."""
 _MOST_RANKS = 1_000_000
-_LATER = frozenset({"memory_source", "links", "modules"})
+_LATER = frozenset({"memory_source", "links", "modules", "sync"})
 """Fields that the first files of this version lack."""
 
 
@@ -79,6 +79,8 @@ class Plan:
     modules: tuple[str, ...] = ()
     """Op -> path of the module whose code calls it, in the order of `ops`; empty for inputs, numbers and ops that every
     chunk may compute for itself. Empty: not known."""
+    sync: str = ""
+    """The choice of ``sync="auto"``: the option in JSON. Empty: planning had no choice."""
     version: int = VERSION
 
     @property

@@ -64,6 +64,8 @@ class Pricing:
     optimizer_factor: float = 2.0
     frozen: Collection[str] = ()
     """Parameters without gradient and optimizer state."""
+    sums_gradients: bool = True
+    """Whether replicas combine gradients in each step."""
 
     @cached_property
     def outputs(self) -> OutputTraffic:
@@ -118,7 +120,7 @@ class Pricing:
                 backward_input=backward_input[c],
                 backward_weight=backward_weight[c],
                 received_bytes=traffic.received[c],
-                reduce=self.layout.reduce_seconds(stage, float(held.trained[c])),
+                reduce=self.layout.reduce_seconds(stage, float(held.trained[c])) if self.sums_gradients else 0.0,
                 handling_forward=traffic.handling_forward[c],
                 handling_backward=traffic.handling_backward[c],
             )

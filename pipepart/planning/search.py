@@ -24,6 +24,8 @@ from pipepart.planning.plan import Plan
 from pipepart.planning.request import PlanRequest
 from pipepart.planning.sources import Costs
 from pipepart.planning.splits import Split
+from pipepart.planning.sync_choice import planned_with_sync
+from pipepart.planning.sync_mode import SyncMode
 from pipepart.schedule import peak_activations
 
 __all__ = ["search"]
@@ -87,6 +89,8 @@ def search(
     If the request names numbers of micro-batches, the plan has the usual one, unless another one is clearly faster or alone
     fits into memory.
     """
+    if SyncMode.of(request.sync).mode == "auto":
+        return planned_with_sync(lambda fixed: search(graph, source, sizes, fixed, frozen=frozen), request)
     run = _Search(SearchSpace(graph, source, sizes, request, frozen))
     candidates = run.space.candidates()
     if not candidates:

@@ -6,10 +6,11 @@ A step that combines samples has a tail, which runs once per batch after the las
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipepart.cost import OpCosts
@@ -18,6 +19,7 @@ from pipepart.graph import OpGraph
 from pipepart.options import Options
 from pipepart.planning import Plan
 from pipepart.recording import Chunk, Recording, split
+from pipepart.runtime.compiled.trial import Trial
 from pipepart.runtime.mesh import Groups
 from pipepart.samples import Weighed, unweighed, weigh
 from pipepart.samples.laws import merged
@@ -57,6 +59,10 @@ class StageInputs:
     options: Options
     costs: OpCosts | None = None
     """The costs that the plan was made with; None if the plan was given, and on ranks that did not measure."""
+    numbers: dist.ProcessGroup | None = None
+    """This stage in the replicas whose gradients are combined, for plain numbers in host memory; None: there are no others."""
+    trial: Trial = field(default_factory=Trial)
+    """The trial of ``compile="auto"``."""
 
     @property
     def stage(self) -> int:
@@ -99,7 +105,11 @@ def chunk_step(step: RecordedStep, chunk_of: Mapping[str, int], inputs: StageInp
     def weighed_of(body: Recording, averaged: Collection[int], untouched: Collection[int] = ()) -> Weighed:
         if inputs.options.loss == "microbatch":
             return unweighed(body, step.counts)
-        return weigh(body, plan.replicas, averaged, inputs.device, untouched, accumulates=True, counts=step.counts)
+        alone = (
+            inputs.options.sync_mode.apart and body.training
+        )  # divides the loss by numbers of the replicas in step with it
+        replicas = inputs.options.sync_mode.together(plan.replicas) if alone else plan.replicas
+        return weigh(body, replicas, averaged, inputs.device, untouched, accumulates=True, counts=step.counts)
 
     if cut is None:
         weighed = weighed_of(recording, step.averaged)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-__all__ = ["WeightWork", "defer_weights", "deferring"]
+__all__ = ["WeightWork", "defer_weights", "deferring", "later_or_now", "original"]
 
 WeightWork = list[Callable[[], None]]
 """The deferred weight gradients of a chunk for one micro-batch."""
@@ -80,6 +80,11 @@ class _Deferred:
         return self._apply(x, weight, getattr(self.layer, "bias", None), self.layer)
 
 
+def original(layer: Any) -> Any:
+    """Return the layer that an object of the graph of a chunk replaces, or the object itself."""
+    return layer.layer if isinstance(layer, _Deferred) else layer
+
+
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor as autocast gives it to a layer: double precision and whole numbers are kept."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
@@ -95,7 +100,7 @@ def _like_input(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor
     return _cast(parameter, x.dtype)
 
 
-def _later_or_now(work: Callable[[], tuple[torch.Tensor | None, ...]], parameters: tuple[Any, ...]) -> tuple[Any, ...]:
+def later_or_now(work: Callable[[], tuple[torch.Tensor | None, ...]], parameters: tuple[Any, ...]) -> tuple[Any, ...]:
     """Queue the work and return no gradients or, without an open queue, run it and return its gradients."""
     if not _open:
         return work()
@@ -129,7 +134,7 @@ class _Linear(torch.autograd.Function):
             by_bias = rows.sum(0) if layer.bias is not None else None
             return rows.t().mm(x.reshape(-1, x.shape[-1])), by_bias
 
-        return (before, *_later_or_now(work, (layer.weight, layer.bias)), None)
+        return (before, *later_or_now(work, (layer.weight, layer.bias)), None)
 
 
 class _Embedding(torch.autograd.Function):
@@ -149,7 +154,7 @@ class _Embedding(torch.autograd.Function):
             dense = torch.ops.aten.embedding_dense_backward
             return (dense(g.contiguous(), x, layer.num_embeddings, padding, False),)
 
-        return (None, *_later_or_now(work, (layer.weight,)), None, None)
+        return (None, *later_or_now(work, (layer.weight,)), None, None)
 
 
 class _Conv(torch.autograd.Function):
@@ -182,7 +187,7 @@ class _Conv(torch.autograd.Function):
             _, by_weight, by_bias = half([False, True, layer.bias is not None])
             return by_weight, by_bias
 
-        return (before, *_later_or_now(work, (layer.weight, layer.bias)), None)
+        return (before, *later_or_now(work, (layer.weight, layer.bias)), None)
 
 
 _FUNCTIONS: dict[type, Callable[..., torch.Tensor]] = {

@@ -65,6 +65,8 @@ class PreparedBatch:
     """The number of batches whose denominators the loss is divided by together; None: this batch alone."""
     microbatches: Sequence[Mapping[str, Any]] | None
     """For each micro-batch the leaves by input name, on the first stage only."""
+    compiled: bool = True
+    """Whether compiled chunks are used, if the stage has any."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.mesh import Groups, connect, own_group
 from pipepart.runtime.parts import Ownership
 from pipepart.runtime.strangers import closed_to_strangers
-from pipepart.runtime.sync import BucketedSync, ReplicaOwners, replica_sync
+from pipepart.runtime.sync import BucketedSync, LooseReplicas, ReplicaOwners, loose_replicas, neighbours, replica_sync
 from pipepart.runtime.tracing import Trace
 from pipepart.schedule import Action
 
@@ -36,7 +36,12 @@ class GradientSync:
         """`named` returns the parameters of this stage by name."""
         self.replicas: BucketedSync | None = None
         """The exchange with the other replicas; None with one replica."""
+        self.loose: LooseReplicas | None = None
+        """The exchange of parameters between replicas that make updates of their own; None in other modes."""
+        self.numbers: dist.ProcessGroup | None = None
+        """The same stage in the replicas whose gradients are combined, for plain numbers; None: there are no others."""
         self._tied: dict[str, dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
         self._first_chunk = 0
         if groups is None:
             return
@@ -55,11 +60,18 @@ class GradientSync:
             if own is not None:
                 self._tied[name] = own
         self.replicas = replica_sync(mode, ownership, groups, set(self._tied), named)
+        self.loose = loose_replicas(mode, groups, named)
+        if self.loose is None:
+            self.numbers = groups.numbers
+        elif mode.size is not None:
+            self.numbers = neighbours(groups, mode.size, "gloo")
+            self._made = [self.numbers]
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that were made for the gradients of this rank."""
-        return [*self._tied.values(), *(self.replicas.own_groups if self.replicas is not None else ())]
+        made = [part.own_groups for part in (self.replicas, self.loose) if part is not None]
+        return [*self._made, *self._tied.values(), *(group for groups in made for group in groups)]
 
     @property
     def owners(self) -> ReplicaOwners | None:

@@ -9,6 +9,7 @@ meeting: a rank looks for failures while it waits for those of others.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,15 @@ from pipepart.runtime.mesh import Groups
 from pipepart.runtime.rendezvous import job_store
 from pipepart.runtime.signing import signed, verified
 
-__all__ = ["all_reduce", "broadcast_object", "exchange_objects", "gather_objects", "meet", "reduce_numbers"]
+__all__ = [
+    "all_reduce",
+    "broadcast_object",
+    "exchange_objects",
+    "gather_objects",
+    "meet",
+    "reduce_later",
+    "reduce_numbers",
+]
 
 _LOOK = 0.25  # seconds between two looks at failures of other ranks
 _STILL_WAITING = "Operation timed out!"  # the words of torch if an operation has not ended when its wait has
@@ -63,16 +72,30 @@ def reduce_numbers(
     numbers: torch.Tensor, groups: Groups, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.MAX
 ) -> None:
     """Reduce numbers in host memory over one of the groups, in place, without a meeting in the store."""
-    work = dist.all_reduce(numbers, op, group=group, async_op=True)
+    reduce_later(numbers, groups, group, op)()
+
+
+def reduce_later(
+    numbers: torch.Tensor, groups: Groups, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.MAX
+) -> Callable[[], None]:
+    """Start what `reduce_numbers` does, and return the function that waits for its end."""
+    return _waiting(dist.all_reduce(numbers, op, group=group, async_op=True), groups)
+
+
+def _waiting(work: dist.Work | None, groups: Groups) -> Callable[[], None]:
     assert work is not None
-    while True:
-        try:
-            work.wait(timedelta(seconds=_LOOK))
-            return
-        except RuntimeError as error:
-            if _STILL_WAITING not in str(error):
-                raise
-        check_others(groups)
+
+    def wait() -> None:
+        while True:
+            try:
+                work.wait(timedelta(seconds=_LOOK))
+                return
+            except RuntimeError as error:
+                if _STILL_WAITING not in str(error):
+                    raise
+            check_others(groups)
+
+    return wait
 
 
 def broadcast_object(value: Any, source: int, groups: Groups, inside_replica: bool = False) -> Any:

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipepart.devices import backend_for, computes_on_host
 from pipepart.errors import PlanError
+from pipepart.runtime.job_key import job_key, prove
 from pipepart.runtime.leaving import release_groups, released_with
-from pipepart.runtime.rendezvous import job_key, job_store, limit_silence, locally
+from pipepart.runtime.rendezvous import job_store, limit_silence, locally
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.watching import Watching
 
@@ -154,8 +155,11 @@ class Groups:
         assert world is not None and pipeline is not None and down is not None and up is not None
         for group in (world, pipeline, copies):
             connect(group, device)
+        key = job_key(number)
+        for group in (world, pipeline, down, up, copies, numbers):
+            prove(group, key)
         made = Groups(
-            mesh, rank, device, world, pipeline, down, up, copies, numbers, number, timeout.total_seconds(), job_key()
+            mesh, rank, device, world, pipeline, down, up, copies, numbers, number, timeout.total_seconds(), key
         )
         made.watch_over(world, pipeline, copies)
         released_with(made, release_groups, [world, pipeline, down, up, copies, numbers])

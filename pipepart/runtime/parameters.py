@@ -17,6 +17,7 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm, gradient_norm
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.parts import Ownership
+from pipepart.runtime.sync import LooseReplicas
 from pipepart.runtime.sync.optimizer_steps import drop_states, follow_optimizers
 
 __all__ = ["StageParameters", "StepGradients"]
@@ -55,7 +56,7 @@ class StageParameters:
         """Whether a step of an optimizer is followed by what replicas exchange then."""
         self.shows_gradients = False
         """Whether this rank sees the gradients of parameters that other replicas update, until the update."""
-        follow_optimizers(self, root, divides=self.divides_updates)
+        follow_optimizers(self, root, follows=self.divides_updates or self.sync.loose is not None)
         self._fresh: dict[str, torch.Tensor] = {}
         """Reduced gradients of the last step."""
         self._unreduced: dict[str, torch.Tensor] = {}
@@ -164,9 +165,54 @@ class StageParameters:
         if self.sync.owners is not None:
             self.sync.owners.hide_gradients()
 
+    @property
+    def loose(self) -> LooseReplicas | None:
+        """The exchange between replicas that make updates of their own; None if all replicas have equal parameters."""
+        return self.sync.loose
+
+    @contextmanager
+    def mean_shown(self) -> Iterator[None]:
+        """Hold the mean of replicas in the parameters inside, if they make updates of their own. All must enter together."""
+        loose = self.sync.loose
+        if loose is None or loose.shows_mean:
+            yield
+            return
+        with guarded(self._groups):
+            loose.show_mean()
+        try:
+            yield
+        finally:
+            loose.hide_mean()
+
+    def show_mean(self, shows: bool) -> None:
+        """Show the mean of replicas that make updates of their own in the parameters, or no longer. All must call it."""
+        if self.sync.loose is not None:
+            with guarded(self._groups):
+                self.sync.loose.show_mean() if shows else self.sync.loose.hide_mean()
+
+    def settle(self) -> None:
+        """Prepare for a point at which replicas wait for each other. All must call it."""
+        if self.sync.loose is not None:
+            with guarded(self._groups):
+                self.sync.loose.settle()
+
+    def average(self) -> None:
+        """Give all replicas the mean of their parameters, if they make updates of their own. All must call it."""
+        if self.sync.loose is not None:
+            with guarded(self._groups):
+                self.sync.loose.average()
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer is about to change parameters."""
+        if self.sync.loose is not None and self.follows_optimizers:
+            self.sync.loose.before_update(p for group in optimizer.param_groups for p in group["params"])
+
     def after_update(self, optimizer: Optimizer) -> None:
-        """Send what an optimizer has changed from its owners to all replicas. All replicas must call it."""
-        owners = self.sync.owners
+        """Exchange what an optimizer has changed with other replicas. All replicas must call it."""
+        owners, loose = self.sync.owners, self.sync.loose
+        if loose is not None and self.follows_optimizers:
+            with guarded(self._groups):
+                loose.after_update(p for group in optimizer.param_groups for p in group["params"])
         if owners is not None and self.follows_optimizers:
             with guarded(self._groups):
                 owners.send_parameters(p for group in optimizer.param_groups for p in group["params"])

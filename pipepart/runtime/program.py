@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipepart.devices import computes_on_host, read_together
+from pipepart.devices import computes_on_host, synchronize
 from pipepart.errors import PipelineError
 from pipepart.recording.execution.draws import mix
 from pipepart.recording.execution.ops_run import resolve
 from pipepart.runtime.batch_norm import BatchStatistics
 from pipepart.runtime.chunked_step import ChunkedStep, StageInputs, TailRun
+from pipepart.runtime.compiled import compiled_chunks
 from pipepart.runtime.deferred import defer_weights
 from pipepart.runtime.executor import Executor, PreparedBatch, StageChunks, StepWork
 from pipepart.runtime.mailbox import Routes
@@ -30,8 +32,9 @@ from pipepart.runtime.microbatch import (
     merge_outputs,
     split_batch,
 )
+from pipepart.runtime.pace import joined, pace_of
 from pipepart.runtime.randomness import seeded
-from pipepart.runtime.series import batches_together, joined
+from pipepart.runtime.results import Results, Separate
 from pipepart.runtime.sync import BucketedSync
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport, broadcast, share
@@ -39,7 +42,7 @@ from pipepart.samples.batch_numbers import Window, open_window
 from pipepart.samples.tail import Tail
 from pipepart.schedule import Schedule
 
-__all__ = ["Program", "StepRequest", "StepResult"]
+__all__ = ["Program", "StepRequest", "StepResult", "prepared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,8 @@ class StepRequest:
     ahead: Sequence[Sequence[Any] | None] = ()
     """With the first batch of an optimizer step, on the first stage: the leaves of the other batches, for losses with
     several denominators. None for a batch for which the recording does not hold."""
+    made: Callable[[StepResult], Any] | None = None
+    """In a series: called on the last stage when the outputs of the batch are final. Its value goes to all stages."""
 
 
 @dataclass(frozen=True)
@@ -83,27 +88,35 @@ class StepResult:
     """For each output the law by which values of micro-batches make up that of the batch (see `samples.weigh`)."""
     samples: int
     """Samples of the batch, or of all replicas if the step needed numbers of all of them."""
+    made: Any = None
+    """The value of `StepRequest.made`."""
 
 
 class Program:
     """The chunks of one recorded step on this stage."""
 
-    def __init__(self, step: ChunkedStep, inputs: StageInputs, transports: tuple[Transport, Transport] | None) -> None:
+    def __init__(
+        self, step: ChunkedStep, inputs: StageInputs, transports: tuple[Transport, Transport] | None, results: Results
+    ) -> None:
         """`transports`: for tensors, and for plain values in host memory; None in a replica of one stage."""
         transport, control = transports or (None, None)
         self.recording, self.weighed, plan = step.recording, step.weighed, inputs.plan
         self._tail, self.laws, self._plan = step.tail, step.laws, plan
         self._groups, self._control, self._device = inputs.groups, control, inputs.device
-        self._stage = inputs.stage
+        self._stage, self._results = inputs.stage, results
         self._first, self._last = plan.placement[0], plan.placement[-1]
         body = self.weighed.recording
         self._weights_in_graph = body.loss_index is not None and self.weighed.laws[body.loss_index] == "sum"
         own = {chunk.index: chunk for chunk in step.chunks if plan.placement[chunk.index] == self._stage}
-        if plan.make_schedule().splits_backward:
+        halves = plan.make_schedule().splits_backward
+        if halves:
             for chunk in own.values():
                 defer_weights(chunk.module)
+        self._compiled = compiled_chunks(list(own.values()), inputs.options, halves)
+        settings = inputs.options.compile_settings
+        self._trial = inputs.trial if settings is not None and settings.trial else None
         roots = {"loss": body.loss_index} if body.loss_index is not None else {f"#{i}": i for i in body.roots}
-        recompute = frozenset(index for index, on in enumerate(plan.recompute) if on)
+        self._recompute = recompute = frozenset(index for index, on in enumerate(plan.recompute) if on)
         routes = Routes.of(step.chunks, plan.placement)
         if transport is not None:
             transport.open(routes.channels)
@@ -111,7 +124,7 @@ class Program:
         self._executor = Executor(
             StageChunks(
                 self._stage,
-                own,
+                self._compiled.chunks if self._compiled is not None else own,
                 len(step.chunks) - 1,
                 routes,
                 roots,
@@ -126,9 +139,10 @@ class Program:
         # so it does not read the loss: scalars go from device to device.
         both = self._first == self._last and transport is not None and not computes_on_host(inputs.device)
         self._scalars_by_device = both and self.weighed.numbers.reads_batch
+        self._in_step = inputs.numbers
         self._statistics = BatchStatistics(list(own.values())) if inputs.options.batch_norm == "batch" else None
-        self.series = batches_together(step, inputs)
-        """The number of batches of an evaluation that run together."""
+        self.pace = pace_of(step, inputs)
+        """The batches of an evaluation that run without a pause between them."""
         self._forms: dict[Any, int] = {}
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
@@ -145,6 +159,11 @@ class Program:
         tail = TailRun(self._tail, sizes.sizes, loss_scale, context, train) if self._tail is not None else None
         weights = (1.0,) * len(sizes) if self._weights_in_graph else sizes.weights
         key = request.draw_key if self.recording.draws else None
+        full, started = set(sizes.sizes) == {self._plan.microbatch_size}, time.perf_counter()
+        if self._compiled is not None:
+            self._compiled.begin(batch.compiled)
+            if train and full and batch.compiled:
+                self._compiled.compile_at_once(self._recompute, context, self._device)
         with (
             self._statistics.one_update() if train and self._statistics is not None else nullcontext(),
             seeded(partial(mix, key), self._device) if key is not None else nullcontext() as seed,
@@ -152,13 +171,20 @@ class Program:
             scales = tuple(weight * loss_scale for weight in weights)
             work = StepWork(batch, scales, context, sync=sync, trace=trace, tail=tail, seed=seed)
             outputs = self._executor.run(self._schedule(len(sizes), forward=not train), work)
+        if self._trial is not None and train:
+            synchronize(self._device)
+            self._trial.took(time.perf_counter() - started, batch.compiled, full)
         if self._tail is not None:
             self._send_buffers(self._tail)
         merged = self._merged(outputs, sizes, request.separate, tail) if outputs is not None else None
-        return StepResult(self._spread(merged, request.outputs_everywhere), sizes, self.laws, batch.samples)
+        shown = self._results.meet(merged, request.outputs_everywhere, self._scalars_by_device)
+        return StepResult(shown, sizes, self.laws, batch.samples)
 
-    def run_series(self, requests: Sequence[StepRequest], batches: Sequence[PreparedBatch]) -> list[StepResult]:
-        """Run the forward of all micro-batches of several prepared batches, without a pause between them."""
+    def forward(self, requests: Sequence[StepRequest], batches: Sequence[PreparedBatch]) -> list[list[Any] | None]:
+        """Run the forward of prepared batches of a series, without a pause between them. No stage waits for the end of others.
+
+        Returns the outputs of each batch on the last stage, and None elsewhere.
+        """
         assert self._tail is None, "a tail needs all micro-batches of its batch"
         keys = [request.draw_key for request in requests if request.draw_key is not None and self.recording.draws]
         places = [(batch, index) for batch, prepared in enumerate(batches) for index in range(len(prepared.sizes))]
@@ -167,18 +193,18 @@ class Program:
             batch, index = places[microbatch]
             return mix(keys[batch], index)
 
-        together = joined(batches)
+        if self._compiled is not None:
+            self._compiled.begin(batches[0].compiled)
         with seeded(key_of, self._device) if keys else nullcontext() as seed:
-            work = StepWork(together, (1.0,) * len(places), requests[0].context, seed=seed)
+            work = StepWork(joined(batches), (1.0,) * len(places), requests[0].context, seed=seed)
             outputs = self._executor.run(self._schedule(len(places), forward=True), work)
-        ends = list(accumulate(len(batch.sizes) for batch in batches))
-        results = []
-        for request, batch, end in zip(requests, batches, ends):
-            own = outputs[end - len(batch.sizes) : end] if outputs is not None else None
-            merged = self._merged(own, batch.sizes, request.separate, None) if own is not None else None
-            spread = self._spread(merged, request.outputs_everywhere)
-            results.append(StepResult(spread, batch.sizes, self.laws, batch.samples))
-        return results
+        if outputs is None:
+            return [None] * len(batches)
+        ends = accumulate(len(batch.sizes) for batch in batches)
+        return [
+            self._merged(outputs[end - len(batch.sizes) : end], batch.sizes, request.separate, None)
+            for request, batch, end in zip(requests, batches, ends)
+        ]
 
     def _schedule(self, microbatches: int, forward: bool) -> Schedule:
         key = (microbatches, forward)
@@ -199,7 +225,7 @@ class Program:
             for leaves in batches
         ]
         together = self._groups is not None and self.weighed.needs_totals(train=True)
-        return open_window(counts, self._totals if together else None)
+        return open_window(counts, self._totals_in_step if together else None)
 
     def prepare(self, request: StepRequest, window: Window | None = None, position: int = 0) -> PreparedBatch:
         """Split the batch on the first stage, and send its form and its numbers to the other stages.
@@ -211,32 +237,19 @@ class Program:
                 "there is no loss to train on: expected the step to return a scalar tensor that requires grad, a dict with "
                 "'loss', or a tuple that starts with it. Use evaluate() for a forward without loss."
             )
-        return self._shared([request], window, position)[0]
+        return self._shared(request, window, position)
 
-    def prepare_series(self, requests: Sequence[StepRequest]) -> list[PreparedBatch]:
-        """Prepare several batches of an evaluation, with one message for all of them."""
-        return self._shared(requests)
-
-    def _shared(
-        self, requests: Sequence[StepRequest], window: Window | None = None, position: int = 0
-    ) -> list[PreparedBatch]:
-        headers: Any = None
-        microbatches: list[list[dict[str, Any]] | None] = [None] * len(requests)
+    def _shared(self, request: StepRequest, window: Window | None, position: int) -> PreparedBatch:
+        header: Any = None
+        parts: list[dict[str, Any]] | None = None
         if self._stage == self._first:
-            headers = []
-            for index, request in enumerate(requests):
-                header, microbatches[index] = self._split(request, window, position)
-                headers.append(header)
+            header, parts = self.split(request, window, position)
         if self._groups is not None and self._control is not None:
-            headers = share(headers, self._groups, self._control, self._first)
-        prepared = []
-        for (counts, ids, numbers, samples, denominator, batches), parts in zip(headers, microbatches):
-            sizes = MicrobatchSizes(counts)
-            prepared.append(PreparedBatch(sizes, ids, numbers, samples, denominator, batches, parts))
-        return prepared
+            header = share(header, self._groups, self._control, self._first)
+        return prepared(header, parts)
 
-    def _split(
-        self, request: StepRequest, window: Window | None, position: int
+    def split(
+        self, request: StepRequest, window: Window | None = None, position: int = 0
     ) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
         """Split a batch on the first stage. Returns its form and its numbers, and the leaves of its micro-batches."""
         assert request.leaves is not None
@@ -251,16 +264,34 @@ class Program:
         forms = [tuple((tuple(t.shape), str(t.dtype)) for t in part) for part in tensors]
         ids = tuple(self._forms.setdefault(form, len(self._forms)) for form in forms)
         together = self._groups is not None and self.weighed.needs_totals(request.train)
-        batch = self.weighed.numbers(leaves, sizes.sizes, self._totals if together else None, window, position)
+        totals = self._totals_in_step if request.train else self._totals
+        batch = self.weighed.numbers(leaves, sizes.sizes, totals if together else None, window, position)
         numbers = {**numbers, **batch.inputs}
-        header = (sizes.sizes, ids, numbers, batch.samples, batch.denominator, batch.batches)
+        compiled = self._is_compiled(request.train)
+        header = (sizes.sizes, ids, numbers, batch.samples, batch.denominator, batch.batches, compiled)
         return header, [dict(zip(names, part)) for part in parts]
+
+    def _is_compiled(self, train: bool) -> bool:
+        """Return, on the first stage, whether the next step uses compiled chunks."""
+        if self._trial is None:
+            return True
+        if not train:
+            return bool(self._trial.chosen)
+        return self._trial.of_next(self._totals_in_step if self._in_step is not None else None)
 
     def _totals(self, values: Sequence[float]) -> list[float]:
         """Return sums over the first stages of all replicas, in host memory."""
         assert self._groups is not None
+        return self._summed(values, self._groups.numbers)
+
+    def _totals_in_step(self, values: Sequence[float]) -> list[float]:
+        """Return sums over the first stages of the replicas whose gradients are combined."""
+        return self._summed(values, self._in_step)
+
+    def _summed(self, values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
+        assert self._groups is not None
         numbers = torch.tensor(values, dtype=torch.float64)
-        reduce_numbers(numbers, self._groups, self._groups.numbers, dist.ReduceOp.SUM)
+        reduce_numbers(numbers, self._groups, group, dist.ReduceOp.SUM)
         return [float(number) for number in numbers]
 
     # ---- after a step
@@ -276,10 +307,10 @@ class Program:
         kept = [tuple(None if i in separate else value for i, value in enumerate(part[:count])) for part in outputs]
         merged = merge_outputs(kept, sizes, self.laws)
         for index in separate:
-            merged[index] = _Separate(part[index] for part in outputs)
+            merged[index] = Separate(part[index] for part in outputs)
         if tail is not None and self._tail is not None:
             for index, value in zip(self._tail.cut.outputs, tail.outputs):
-                merged[index] = _Separate([value]) if index in separate else value
+                merged[index] = Separate([value]) if index in separate else value
         return merged
 
     def _send_buffers(self, tail: Tail) -> None:
@@ -290,73 +321,8 @@ class Program:
             buffer = resolve(self.recording.root, name)
             broadcast(buffer.data, self._groups.rank_of_stage(self._last), self._groups.pipeline)
 
-    def _spread(self, merged: list[Any] | None, everywhere: bool) -> list[Any]:
-        """Send the outputs of the last stage to all stages."""
-        if self._groups is None or self._control is None:
-            assert merged is not None
-            return merged
-        described = _described(merged, self._scalars_by_device) if merged is not None else None
-        described = share(described, self._groups, self._control, self._last)
-        if self._scalars_by_device:
-            self._spread_scalars(described, merged)
-        if merged is not None and not everywhere:
-            return merged
-        outputs: list[Any] = []
-        for index, (kind, *content) in enumerate(described):
-            own = merged[index] if merged is not None else None
-            if kind == "here":
-                outputs.append(own)
-            elif kind == "plain":
-                outputs.append(content[0])
-            elif (
-                kind == "scalar"
-            ):  # the description contains its value; it is not copied from the host, which would wait
-                outputs.append(torch.full((), content[0], dtype=content[1], device=self._device))
-            elif everywhere:
-                buffer = (
-                    torch.empty(content[0], dtype=content[1], device=self._device) if own is None else own.contiguous()
-                )
-                broadcast(buffer, self._groups.rank_of_stage(self._last), self._groups.pipeline)
-                outputs.append(buffer)
-            else:
-                outputs.append(None)
-        return outputs
 
-    def _spread_scalars(self, described: list[tuple[Any, ...]], merged: list[Any] | None) -> None:
-        """Send scalars from device to device in one message, and put them into the descriptions."""
-        assert self._groups is not None
-        found = [(index, content[1]) for index, (kind, *content) in enumerate(described) if kind == "scalar"]
-        if not found:
-            return
-        sizes = [dtype.itemsize for _, dtype in found]
-        if merged is None:
-            packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        else:
-            packed = torch.cat([merged[i].to(self._device).reshape(1).view(torch.uint8) for i, _ in found])
-        broadcast(packed, self._groups.rank_of_stage(self._last), self._groups.pipeline)
-        for (index, dtype), part in zip(found, packed.split(sizes)):
-            described[index] = ("plain", part.clone().view(dtype).reshape(()))
-
-
-class _Separate(list):
-    """The values of one output for each micro-batch. They stay on the last stage."""
-
-
-def _described(values: Sequence[Any], unread: bool) -> list[tuple[Any, ...]]:
-    """Return the descriptions of outputs for other stages: the value if it is small, the form if it is a tensor.
-
-    With `unread`, scalars have no value in their description.
-    """
-    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dim() == 0]
-    scalars = iter([None] * len(tensors) if unread else read_together(tensors))
-    found: list[tuple[Any, ...]] = []
-    for value in values:
-        if isinstance(value, _Separate):
-            found.append(("here",))
-        elif not isinstance(value, torch.Tensor):
-            found.append(("plain", value))
-        elif value.dim() == 0:
-            found.append(("scalar", next(scalars), value.dtype))
-        else:
-            found.append(("tensor", tuple(value.shape), value.dtype))
-    return found
+def prepared(header: tuple[Any, ...], microbatches: Sequence[dict[str, Any]] | None) -> PreparedBatch:
+    """Return a batch from its header, which all stages have, and its micro-batches, which the first stage has."""
+    counts, ids, numbers, samples, denominator, batches, compiled = header
+    return PreparedBatch(MicrobatchSizes(counts), ids, numbers, samples, denominator, batches, microbatches, compiled)

@@ -1,8 +1,8 @@
 """The meeting of the processes of a job in a shared store.
 
 Processes of one host meet in a file that no other user can open, and gloo listens on loopback. Processes of several hosts
-meet in the TCP store of torch, which serves everyone who reaches its port: their network must be trusted. The store and gloo
-listen in that network only.
+meet in the TCP store of torch, which serves everyone who reaches its port; what ranks must not share with others is never in
+it (`job_key`). The store and gloo listen in the network of the job only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from pipepart.values import shortened
 __all__ = [
     "TOKEN",
     "job_folder",
-    "job_key",
     "job_store",
     "join_job",
     "leave_environment",
@@ -92,15 +91,6 @@ def processes_on_this_host() -> int:
 def job_store() -> dist.Store:
     """Return the key-value store that all ranks of the job share."""
     return dist.distributed_c10d._get_default_store()
-
-
-def job_key() -> bytes:
-    """Return the random key of the job, equal on all ranks. With it, ranks sign the objects that they send to each other.
-
-    On one host only the user of the job can read it. On several hosts it is secret if the user has set PIPEPART_TOKEN.
-    """
-    found = job_store().compare_set("pipepart/key", "", os.urandom(16).hex())
-    return hashlib.sha256(os.environ.get(TOKEN, "").encode() + found).digest()
 
 
 @contextmanager

@@ -21,18 +21,33 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import Accumulation
 from pipepart.runtime.kept_attributes import KeptAttributes
 from pipepart.runtime.leaving import release_groups, released_with
+from pipepart.runtime.mesh import Groups
 from pipepart.runtime.parameters import StageParameters
 from pipepart.runtime.parts import Ownership, Parts
 from pipepart.runtime.program import Program, StepRequest, StepResult
 from pipepart.runtime.randomness import OpSeeds
 from pipepart.runtime.replica_norm import ReplicaStatistics
+from pipepart.runtime.results import Results
+from pipepart.runtime.series import Series
 from pipepart.runtime.tracing import Trace, TraceBoard, TracePolicy
-from pipepart.runtime.transport import DeviceTransport, GroupTransport, Transport, choose_transport, control_of, share
+from pipepart.runtime.transport import (
+    DeviceTransport,
+    GroupTransport,
+    Posts,
+    Transport,
+    choose_transport,
+    control_of,
+    received,
+    share,
+)
 from pipepart.samples import Weighed
 from pipepart.samples.batch_numbers import DIFFERENT_RECORDINGS, EqualWeights, Window
 from pipepart.schedule import Timeline
 
 __all__ = ["StageRuntime"]
+
+_TOLD = 32
+"""The values that the first stage may have told before the other stages have them."""
 
 
 class Steps:
@@ -47,6 +62,12 @@ class Steps:
     ) -> None:
         """`transports`: for tensors, and for plain values in host memory."""
         self._inputs, self._transports, self._parameters, self._traces = inputs, transports, parameters, traces
+        self.results = Results(
+            inputs.groups, transports[1] if transports is not None else None, inputs.plan.placement[-1], inputs.device
+        )
+        """The way of outputs from the last stage to the others."""
+        self._headers: Posts | None = None
+        """The messages of the first stage, which may be some batches ahead of the others."""
         self.programs: dict[str, Program] = {}
         """The recorded steps by name."""
         self.statistics: ReplicaStatistics | None = None
@@ -60,7 +81,7 @@ class Steps:
 
     def add(self, name: str, step: ChunkedStep) -> None:
         """Make a step ready to run under this name."""
-        self.programs[name] = Program(step, self._inputs, self._transports)
+        self.programs[name] = Program(step, self._inputs, self._transports, self.results)
         self.kept.add(step, {i for i, stage in enumerate(self._inputs.plan.placement) if stage == self._inputs.stage})
 
     def train(self, name: str, request: StepRequest) -> StepResult:
@@ -94,24 +115,51 @@ class Steps:
     def evaluate(self, name: str, request: StepRequest) -> StepResult:
         """Run the forward of all micro-batches."""
         program = self.programs[name]
+        self._settle(program)
         with guarded(self._inputs.groups):
             batch = program.prepare(request)
             with self._shared(program, batch):
                 return program.run(request, batch)
 
-    def evaluate_series(self, name: str, requests: Sequence[StepRequest]) -> list[StepResult]:
-        """Run the forward of several batches without a pause between them."""
-        if len(requests) == 1:
-            return [self.evaluate(name, requests[0])]
-        program = self.programs[name]
-        with guarded(self._inputs.groups):
-            return program.run_series(requests, program.prepare_series(requests))
+    def series(self, name: str) -> Series | None:
+        """Begin a series of a recorded step; None if its batches run alone. All stages of the replica must call it together."""
+        program, groups, plan = self.programs[name], self._inputs.groups, self._inputs.plan
+        if not program.pace.in_series or groups is None or self._transports is None:
+            return None
+        self._settle(program)
+        if program.pace.ahead:
+            with guarded(groups):
+                self.results.open_lane(self._transports[0])
+        headers = self._posts(groups, self._transports[1])
+        return Series(program, groups, self._transports[1], headers, self.results, plan.placement[0])
+
+    def _settle(self, program: Program) -> None:
+        """Prepare for an evaluation in which replicas wait for each other, since it needs numbers of all of them."""
+        if program.weighed.needs_totals(False):
+            self._parameters.settle()
 
     def _shared(self, program: Program, batch: PreparedBatch) -> AbstractContextManager[None]:
         """Share batch statistics over replicas inside, also in forwards of a training step that have no loss."""
         if self.statistics is None or not program.recording.training:
             return nullcontext()
         return self.statistics.shared(program.recording, len(batch.sizes))
+
+    def tell(self, value: Any, source: int) -> Any:
+        """Return the plain value of stage `source` on all stages, which may be some calls behind it."""
+        groups = self._inputs.groups
+        if groups is None or self._transports is None:
+            return value
+        with guarded(groups):
+            if groups.stage != source:
+                return received(groups, self._transports[1], source)
+            others = [stage for stage in range(groups.mesh.stages) if stage != source]
+            self._posts(groups, self._transports[1]).send(value, others, _TOLD)
+        return value
+
+    def _posts(self, groups: Groups, control: Transport) -> Posts:
+        if self._headers is None:
+            self._headers = Posts(groups, control)
+        return self._headers
 
     def share(self, value: Any, source: int) -> Any:
         """Return the plain value of stage `source` on all stages of the replica. Every stage must call it."""
@@ -148,6 +196,7 @@ class StageRuntime:
                 transport = choose_transport(options.transport, groups, self.device, options.timeout)
                 transports = transport, control_of(transport)
             self.parameters = StageParameters(self.root, self.ownership, groups, self.device, options.sync_mode)
+        self._inputs = inputs = replace(inputs, numbers=self.parameters.sync.numbers)
         self._transport = transports[0] if transports is not None else None
         released_with(self, _close, transports or (), self.parameters.sync.groups)
         one_clock = transports is None or not isinstance(transports[1], GroupTransport)
@@ -155,6 +204,7 @@ class StageRuntime:
         self.tracing = TracePolicy()
         """Selects the steps that are run with ``trace=True``."""
         self.steps = Steps(inputs, transports, self.parameters, self.traces)
+        released_with(self, self.steps.results.close)
         self.steps.add(inputs.step.name, chunked)
         self.seeds = OpSeeds(options.randomness, groups.replica if groups is not None else 0)
         self.parts = Parts(self.root, self.ownership, groups, self.device, self.held_buffers, plan.placement[-1])
@@ -212,17 +262,17 @@ class StageRuntime:
         """Run the forward of all micro-batches of a recorded step, and no backward, whatever the request says."""
         return self.steps.evaluate(name, replace(request, train=False))
 
-    def evaluate_series(self, requests: Sequence[StepRequest], name: str) -> list[StepResult]:
-        """Run the forward of a series of batches of a recorded step; see `in_series`."""
-        return self.steps.evaluate_series(name, [replace(request, train=False) for request in requests])
-
-    def in_series(self, name: str) -> int:
-        """Return the number of batches in a series of a recorded step; 1 if it cannot run in a series."""
-        return self.steps.programs[name].series
+    def series(self, name: str) -> Series | None:
+        """Begin a series of batches of a recorded step; None if they run one after the other. All stages must call it."""
+        return self.steps.series(name)
 
     def from_first(self, value: Any) -> Any:
         """Return, on all stages of the replica, the plain value of the first stage, which reads the batch; all must call it."""
         return self.steps.share(value, self.plan.placement[0])
+
+    def told_by_first(self, value: Any) -> Any:
+        """Do what `from_first` does, but let the first stage go on before the others have the value."""
+        return self.steps.tell(value, self.plan.placement[0])
 
     def from_last(self, value: Any) -> Any:
         """Return, on all stages of the replica, the plain value of the last stage; all must call it."""
@@ -268,8 +318,12 @@ class StageRuntime:
                 self.parameters.hide_gradients()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return all parameters and buffers by full name on rank 0, and an empty dict elsewhere. All ranks must call it."""
-        return self.parts.full_state_dict()
+        """Return all parameters and buffers by full name on rank 0, and an empty dict elsewhere. All ranks must call it.
+
+        Of replicas that make updates of their own it has the mean.
+        """
+        with self.parameters.mean_shown():
+            return self.parts.full_state_dict()
 
     def load_full_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         """Load the part of this stage from a state dict of the whole model."""

@@ -31,11 +31,15 @@ class TracePolicy:
     def __init__(self) -> None:
         self.numbers: frozenset[int] = frozenset()
         """Numbers of steps that are traced."""
+        self.last: int | None = None
+        """The number of the last step that was to be traced."""
         self._asked: dict[object, Callable[[], bool]] = {}
 
     def due(self, number: int) -> bool:
         """Return whether the step with this number is traced. The answer must be the same on every rank."""
-        return number in self.numbers or any(due() for due in list(self._asked.values()))
+        found = number in self.numbers or any(due() for due in list(self._asked.values()))
+        self.last = number if found else self.last
+        return found
 
     def also(self, due: Callable[[], bool]) -> Callable[[], None]:
         """Trace also the steps before which `due()` is true. Returns a function that ends this."""

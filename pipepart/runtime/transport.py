@@ -6,7 +6,8 @@ never makes the host wait for the device. On the CPU both are one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -23,10 +24,14 @@ __all__ = [
     "DeviceTransport",
     "GroupTransport",
     "Pending",
+    "Posts",
     "Transport",
     "broadcast",
     "choose_transport",
     "control_of",
+    "received",
+    "second_lane",
+    "sendable",
     "share",
 ]
 
@@ -73,19 +78,20 @@ class GroupTransport:
 
     ahead: int | None = 2
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    def __init__(self, groups: Groups, lane: int = 0) -> None:
+        """Messages of different lanes do not wait for each other."""
+        self._groups, self._lane = groups, lane
 
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Do nothing: every pair of stages is connected."""
 
     def send(self, tensor: torch.Tensor, target: int) -> Pending:
         group = self._groups.channel(self._groups.stage, target)
-        return _started(dist.isend(tensor, self._groups.rank_of_stage(target), group=group))
+        return _started(dist.isend(tensor, self._groups.rank_of_stage(target), group=group, tag=self._lane))
 
     def recv(self, tensor: torch.Tensor, source: int) -> Pending:
         group = self._groups.channel(source, self._groups.stage)
-        return _started(dist.irecv(tensor, self._groups.rank_of_stage(source), group=group))
+        return _started(dist.irecv(tensor, self._groups.rank_of_stage(source), group=group, tag=self._lane))
 
     def close(self) -> None:
         """Do nothing: the groups belong to the job."""
@@ -141,13 +147,13 @@ class DeviceTransport:
         group = self._channels.get((self._groups.stage, target))
         if group is None:
             return self.control.send(tensor.cpu(), target)
-        return _started(dist.isend(_sendable(tensor), self._groups.rank_of_stage(target), group=group))
+        return _started(dist.isend(sendable(tensor), self._groups.rank_of_stage(target), group=group))
 
     def recv(self, tensor: torch.Tensor, source: int) -> Pending:
         group = self._channels.get((source, self._groups.stage))
         if group is None:
             return _ThroughHost(self.control, tensor, source)
-        return _started(dist.irecv(_sendable(tensor), self._groups.rank_of_stage(source), group=group))
+        return _started(dist.irecv(sendable(tensor), self._groups.rank_of_stage(source), group=group))
 
     def close(self) -> None:
         release_groups(self._channels.values())
@@ -169,7 +175,7 @@ class _ThroughHost:
         self._tensor.copy_(self._here)
 
 
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor with the same memory, as bytes if some backend does not send its dtype."""
     return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.reshape(-1).view(torch.uint8)
 
@@ -179,7 +185,7 @@ def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> No
     if tensor.numel() == 0:
         return
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-    dist.broadcast(_sendable(whole), source, group=group)
+    dist.broadcast(sendable(whole), source, group=group)
     if whole is not tensor:
         tensor.copy_(whole)
 
@@ -213,22 +219,74 @@ def control_of(transport: Transport) -> Transport:
     return transport.control if isinstance(transport, DeviceTransport) else transport
 
 
+def second_lane(transport: Transport, groups: Groups) -> Transport | None:
+    """Return a transport beside this one, whose messages do not wait for those of this one; None on an accelerator.
+
+    All stages of the replica must call it together.
+    """
+    from pipepart.runtime.shared_memory import SharedMemoryTransport
+
+    if isinstance(transport, SharedMemoryTransport):
+        return SharedMemoryTransport(groups, groups.timeout)
+    return GroupTransport(groups, lane=1) if isinstance(transport, GroupTransport) else None
+
+
+class Posts:
+    """Messages with plain values and tensors for other stages, for which the sender does not wait at once."""
+
+    def __init__(self, groups: Groups, transport: Transport) -> None:
+        self._groups, self._transport = groups, transport
+        self._sent = 0
+        self._open: deque[tuple[int, list[tuple[Pending, torch.Tensor]]]] = deque()
+        """The number of each message under way, and its transfers."""
+
+    def send(self, value: Any, stages: Iterable[int], most: int, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Start to send a value, and tensors whose forms it tells. The tensors must not change any more.
+
+        If more than `most` messages are under way, wait for the first of them.
+        """
+        parts = [*_packed(value, self._groups), *(sendable(t.detach().contiguous()) for t in tensors if t.numel())]
+        self._open.append(
+            (self._sent, [(self._transport.send(part, stage), part) for stage in stages for part in parts])
+        )
+        self._sent += 1
+        while self._open and all(pending.is_completed() for pending, _ in self._open[0][1]):
+            self._open.popleft()
+        self.finish(self._sent - most)
+
+    def finish(self, before: int | None = None) -> None:
+        """Wait until all messages, or those with numbers `before` this one, have arrived."""
+        while self._open and (before is None or self._open[0][0] < before):
+            for pending, _ in self._open.popleft()[1]:
+                pending.wait()
+
+
 def share(value: Any, groups: Groups, control: Transport, source: int) -> Any:
     """Return the plain value of stage `source` on all stages of the replica. All stages call it between two steps."""
     if groups.stage != source:
-        raw = _receive(_FIXED, control, source)
-        length = int.from_bytes(raw[:8], "little")
-        data = raw[8 : 8 + length] if length <= _FIXED - 8 else _receive(length, control, source)
-        return verified(data, groups)
+        return received(groups, control, source)
+    others = [stage for stage in range(groups.mesh.stages) if stage != source]
+    tensors = _packed(value, groups)
+    for pending in [control.send(tensor, stage) for stage in others for tensor in tensors]:
+        pending.wait()
+    return value
+
+
+def received(groups: Groups, control: Transport, source: int) -> Any:
+    """Return the next plain value of stage `source`."""
+    raw = _receive(_FIXED, control, source)
+    length = int.from_bytes(raw[:8], "little")
+    data = raw[8 : 8 + length] if length <= _FIXED - 8 else _receive(length, control, source)
+    return verified(data, groups)
+
+
+def _packed(value: Any, groups: Groups) -> list[torch.Tensor]:
+    """Return the messages that carry a plain value."""
     data = signed(value, groups)
     parts = [(len(data).to_bytes(8, "little") + data[: _FIXED - 8]).ljust(_FIXED, b"\0")]
     if len(data) > _FIXED - 8:
         parts.append(data)
-    tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
-    others = [stage for stage in range(groups.mesh.stages) if stage != source]
-    for pending in [control.send(tensor, stage) for stage in others for tensor in tensors]:
-        pending.wait()
-    return value
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
 
 
 def _receive(size: int, control: Transport, source: int) -> bytes:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from cli_programs import end, path_with, start
 
-from pipepart.cli.restarts import RESUME, Restarts, last_checkpoint, resume_of_first, shape_left
+from pipepart.cli.restarts import RESUME, SPARE, Restarts, last_checkpoint, resume_of_first, shape_left
+from pipepart.spare_files import SPARE_FOLDER
 
 MODULE = """
 import os, pathlib, signal
@@ -121,3 +122,19 @@ def test_all_machines_resume_from_the_checkpoint_of_the_first(monkeypatch: pytes
     assert resume_of_first(config) == {"resume": "first.ckpt"}
     monkeypatch.setenv(RESUME, "")
     assert resume_of_first(config) == {"resume": None}
+
+
+def test_the_state_in_memory_takes_the_place_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(RESUME, "first.ckpt")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "pipepart")
+    monkeypatch.setenv(SPARE_FOLDER, "/dev/shm/pipepart-spare-1-a")
+    monkeypatch.setenv(SPARE, "")
+    assert resume_of_first({"resume": None}) == {"resume": "first.ckpt"}
+    monkeypatch.setenv(SPARE, "step-000000020-0123abcd")
+    assert resume_of_first({"resume": None}) == {"resume": "/dev/shm/pipepart-spare-1-a/step-000000020-0123abcd"}
+    launcher = {"failures": 2, "spare_state": "neighbour"}
+    restarts = Restarts({"output": str(tmp_path), "resume": None, "launcher": launcher}, tmp_path)
+    assert restarts.another()
+    assert restarts.text.endswith("restart 1 of 2, from the state in memory if there is one, or the beginning")
+    restarts.joined()
+    assert restarts.after_checkpoint and "memory" not in restarts.text, "machines join at a checkpoint"

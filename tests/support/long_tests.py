@@ -76,6 +76,15 @@ LONG = {
     "tests/lightning/test_loss_scaling.py::test_one_decision_for_stages_and_replicas[True-master]",
     "tests/lightning/test_sync_fit.py::test_each_rank_writes_the_states_that_it_has",
     "tests/lightning/test_sync_fit.py::test_hooks_see_all_gradients_and_accumulated_batches_count",
+    *(
+        f"tests/runtime/compiled/test_compiled_chunks.py::test_equal_to_chunks_as_they_are[{name}]"
+        for name in ("tied", "frozen", "checkpoint")
+    ),
+    *(
+        f"tests/runtime/compiled/test_compiled_chunks.py::test_schedules_of_two_stages[{name}]"
+        for name in ("1f1b", "interleaved", "zb_h1", "zb_h2")
+    ),
+    "tests/runtime/compiled/test_compiled_code.py::test_compiled_once_and_kept_on_disk[zb_h1]",
     "tests/runtime/test_sync_modes.py::test_equal_to_one_process[adagrad]",
     "tests/runtime/test_sync_modes.py::test_equal_to_one_process[master]",
     "tests/runtime/test_sync_modes.py::test_equal_to_one_process[nested]",

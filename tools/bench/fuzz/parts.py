@@ -33,6 +33,7 @@ from pipepart.options import Options
 from pipepart.planning import Plan, PlanOptions
 from pipepart.planning.entry import Target
 from pipepart.report import load_graph, load_timeline, save_graph, save_timeline
+from pipepart.report.account import Account, MeanStep, account_of, load_account, save_account
 from pipepart.report.graph_view import GraphView
 from pipepart.report.live_state import LIVE, LiveState, load_live
 from pipepart.report.run_folder import locate
@@ -144,7 +145,7 @@ def _reader_parts(folder: Path) -> list[Part]:
     weights, content = folder / "weights", safetensors_bytes({"a": torch.ones(2, 3), "b": torch.ones(4)})
     weights.mkdir()
     (weights / "model-1.safetensors").write_bytes(content)
-    trace, graph = folder / "trace.json", folder / "graph.json"
+    trace, graph, account = folder / "trace.json", folder / "graph.json", folder / "account.json"
     actions = to_csv(make_schedule("interleaved", stages=2, microbatches=4, chunks=2))
     by_file = {
         **_written(folder, made.save),
@@ -157,6 +158,7 @@ def _reader_parts(folder: Path) -> list[Part]:
         _reader("plan with actions", 5, folder / "actions.json", by_file, _plan_of),
         _reader("trace", 15, trace, _written(folder, lambda p: save_timeline(p, made.timeline)), load_timeline),
         _reader("graph", 15, graph, _written(folder, lambda p: save_graph(p, GraphView.from_names(made.ops))), load_graph),
+        _reader("account", 10, account, _written(folder, lambda p: save_account(p, _account_of(made))), load_account),
         _reader("costs", 20, folder / "costs.json", _written(folder, lambda p: write_costs(p, costs)), read_costs),
         _reader("cluster", 1, folder / "cluster.yaml", _CLUSTER, load_cluster),
         _reader("operator graph", 15, folder / "operators.json", _OPERATORS, read_graph),
@@ -180,6 +182,12 @@ def _reader_parts(folder: Path) -> list[Part]:
         _reader("state of a job", 10, folder / LIVE, asdict(_STATE), lambda _: load_live(folder)),
         _reader("result", 15, folder / "result.json", {"metrics": {"loss": 1.0}}, lambda _: read_result(folder)),
     ]  # fmt: skip
+
+
+def _account_of(made: Plan) -> Account:
+    found = account_of(made, made.timeline, MeanStep(9, 3e-1, 2e-1, 5e-2, 1e-2))
+    assert found is not None
+    return found
 
 
 def _exported() -> bytes:
