@@ -38,7 +38,8 @@ def steps(compile: Any, schedule: str, cache: str) -> dict[str, Any]:
     model = Small()
     torch.manual_seed(0)
     x = torch.arange(24.0, dtype=torch.float64).reshape(4, 6) / 24
-    pipe = Pipeline(model, (x,), stages=2, microbatches=2, schedule=schedule, compile=compile, timeout=1500.0)
+    options: dict[str, Any] = {"split_at": ["net.2"], "compile": compile, "timeout": 1500.0}
+    pipe = Pipeline(model, (x,), stages=2, microbatches=2, schedule=schedule, **options)
     seen = []
     for _ in range(4):
         pipe.step(x)

@@ -118,6 +118,7 @@ def _train(rank: int, folder: str, fault: Fault) -> None:
         pipe.step(torch.randn(8, 32))
         optimizer.step()
         optimizer.zero_grad()
+    pipe.average_replicas()  # a replica that makes updates of its own may come here before it hears of the fault
 
 
 def _trip_replicas(note: str, fault: Fault) -> None:
