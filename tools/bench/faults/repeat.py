@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tools.bench.faults.job import CAUSE, Fault, rank_main
 
-__all__ = ["once", "repeat"]
+__all__ = ["maker_of", "once", "repeat"]
 
 ALLOWED = 10.0  # seconds from the fault to the end of every rank; for a stopped one the time limit comes on top
 STOP_LIMIT = 5.0  # seconds: the time limit of jobs with a stopped rank, short so that many can be tried
@@ -119,14 +119,14 @@ def _not_said(fault: Fault, said: dict[int, str]) -> list[str]:
 def _shared_memory(own: set[int | None]) -> set[str]:
     """Names there, without the semaphores of `multiprocessing`, which its own tracker removes.
 
-    The folder of a job has the number of a process in its name; only those of the processes in `own` count, since other
-    jobs run on this host at the same time, and some of them are killed on purpose.
+    Folders and files of pipepart and torch have the number of a process in their names; only those of the processes in
+    `own` count, since other jobs run on this host at the same time, and some of them are killed on purpose.
     """
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if not name.startswith("sem.mp-") and _job_of(name) in {None, *own}}
+    return {name for name in names if not name.startswith("sem.mp-") and maker_of(name) in {None, *own}}
 
 
-def _job_of(name: str) -> int | None:
-    """Return the number of the process that made the folder of a job, None if a name is not such a folder."""
-    found = re.match(r"pipepart-job-(\d+)-", name)
+def maker_of(name: str) -> int | None:
+    """Return the number of the process that made a folder or file in shared memory, None if its name does not say it."""
+    found = re.match(r"(?:pipepart-[a-z]+-|torch_)(\d+)", name)
     return int(found.group(1)) if found else None

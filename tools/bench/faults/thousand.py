@@ -10,7 +10,6 @@ import itertools
 import multiprocessing
 import os
 import random
-import re
 import tempfile
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.faults.job import CAUSE
-from tools.bench.faults.repeat import STOP_LIMIT
+from tools.bench.faults.repeat import STOP_LIMIT, maker_of
 from tools.bench.faults.trained_job import CHECKPOINTS, Trained, train_rank
 
 __all__ = ["cases", "once", "thousand"]
@@ -167,11 +166,7 @@ def _checkpoint_faults(folder: Path) -> list[str]:
 def _left(pids: set[int | None]) -> list[str]:
     """Folders of these processes in shared memory, and processes that they have started."""
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    found = [
-        f"left in shared memory: {name}"
-        for name in names
-        if (m := re.match(r"pipepart-(?:job-)?(\d+)", name)) and int(m[1]) in pids
-    ]
+    found = [f"left in shared memory: {name}" for name in names if (maker := maker_of(name)) and maker in pids]
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
