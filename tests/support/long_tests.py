@@ -29,6 +29,16 @@ LONG = {
         f"tests/docs/test_pages.py::test_the_programs_of_a_guide[howto/{name}.md]"
         for name in ("checkpoints", "evaluation", "losses", "microbatches", "transports")
     ),
+    "tests/cli/test_cli_launching.py::test_a_task_does_not_wait_for_one_that_could_not_start",
+    "tests/cli/test_cli_restarts.py::test_a_killed_rank[0]",
+    "tests/faults/test_another_user.py::test_a_job_goes_on_under_attack[script]",
+    "tests/faults/test_job_ends.py::test_all_processes_end_with_the_cause[script raises]",
+    "tests/hosts/test_slurm.py::test_the_launcher_submits_a_run_on_two_nodes",
+    "tests/lightning/test_realistic.py::test_equal_to_one_device[2-2]",
+    "tests/lightning/test_remote_checkpoints.py::test_kill_during_a_save[shards]",
+    "tests/lightning/test_remote_checkpoints.py::test_ranks_save_to_a_store_and_another_shape_goes_on_from_it[plain]",
+    "tests/report/test_report_browser.py::test_large_graph_keeps_the_page_small",
+    "tests/runtime/compiled/test_compiled_chunks.py::test_equal_to_chunks_as_they_are[plain]",
     "tests/cli/test_cli_launching.py::test_torchrun_on_two_machines",
     "tests/cli/test_cli_secrets.py::test_a_sharded_run_is_resumed",
     "tests/faults/test_job_ends.py::test_all_processes_end_with_the_cause[torchrun raises]",
