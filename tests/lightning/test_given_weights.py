@@ -302,9 +302,8 @@ class Peak(L.Callback):
 def _wide(folder: str) -> dict[str, int]:
     for _ in range(2):  # the first one brings in all that is only imported when used
         module, peak = Wide(folder), Peak()
-        trainer = L.Trainer(
-            strategy=PipelineStrategy(stages=3, microbatches=2), devices=3, max_epochs=1, callbacks=[peak], **QUIET
-        )
+        strategy = PipelineStrategy(stages=3, microbatches=2, split_at=["layers.4", "layers.8"])
+        trainer = L.Trainer(strategy=strategy, devices=3, max_epochs=1, callbacks=[peak], **QUIET)
         trainer.fit(module, DataLoader(torch.randn(4, 1280), batch_size=4))
     own = sum(p.nbytes for p in module.parameters() if not p.is_meta)
     return {"own": own, "counted": module.found.bytes_read, "read": peak.read, "peak": peak.bytes}
