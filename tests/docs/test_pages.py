@@ -31,6 +31,8 @@ GUIDES = [name for name in PAGES if name.startswith("howto/") and PAGES[name].pr
 PROGRAMS = [name for name in PAGES if PAGES[name].commands and name.startswith(("start", "tutorials/", "moving/"))]
 """Pages with commands."""
 TAUGHT = [name for name in PAGES if name.startswith(("start", "tutorials/", "howto/", "moving/"))]
+NOT_RUN = {"ds.py"}
+"""Programs of other libraries that are not installed here; their pages say so."""
 PATIENCE = 400
 
 
@@ -81,6 +83,11 @@ def test_only_kinds_of_blocks_that_are_known() -> None:
 
 def test_a_page_with_commands_or_programs_is_run() -> None:
     assert {name for name in TAUGHT if PAGES[name].commands or PAGES[name].program} == {*PROGRAMS, *GUIDES}
+    assert not set(PROGRAMS) & set(GUIDES)  # of a page with both, one kind would not be run
+    for name in PROGRAMS:
+        commands = PAGES[name].commands
+        idle = {file for file in PAGES[name].files if file not in commands} - NOT_RUN
+        assert not idle, f"{name}: no command uses {idle}"
 
 
 def test_every_option_has_its_section() -> None:
