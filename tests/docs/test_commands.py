@@ -87,7 +87,9 @@ def test_options_of_the_command_line_exist(capsys: pytest.CaptureFixture[str]) -
                 helps[command] = set(re.findall(r"(?<![\w-])--?[\w-]+", capsys.readouterr().out))
             given = {word for word in words if re.fullmatch(r"--?[a-z][\w-]*", word)}
             if command != "bench" or words[:1] != ["schedules"]:
-                wrong += [f"{path.relative_to(ROOT)}: pipepart {command} has no {option}" for option in given - helps[command]]
+                wrong += [
+                    f"{path.relative_to(ROOT)}: pipepart {command} has no {option}" for option in given - helps[command]
+                ]
     assert not wrong, "\n".join(wrong)
     assert helps.keys() == set(COMMANDS)
 
