@@ -61,8 +61,8 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 
 lightning25-env: $(OLDEST)/.installed ## make an environment with Lightning 2.5 in .venv-lightning25
 
-test-lightning25: $(OLDEST)/.installed ## run the tests of Lightning, without the long ones, with Lightning 2.5
-	@$(OLDEST)/bin/python -m pytest $(TOGETHER) -m "not long" tests/lightning $(ARGS)
+test-lightning25: $(OLDEST)/.installed ## run the tests of Lightning and of runs, without the long ones, with Lightning 2.5
+	@$(OLDEST)/bin/python -m pytest $(TOGETHER) -m "not long" tests/lightning tests/cli/test_cli_runs.py $(ARGS)
 
 slurm: ## install the daemons of SLURM for tests on a real cluster (Debian, as root); then: python -m tools.slurm
 	@command -v slurmctld slurmd munged > /dev/null || \

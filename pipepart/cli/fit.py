@@ -81,9 +81,14 @@ def fit(config: dict[str, Any], folder: Path) -> None:
     if config["launcher"]["spare_state"] is not None:
         kept = SpareState(os.environ[SPARE_FOLDER], int(config["launcher"]["spare_every"]))
         trainer.callbacks.append(kept)  # type: ignore[attr-defined]
-    trainer.fit(module, datamodule=data, ckpt_path=config["resume"], weights_only=True)
+    trainer.fit(module, datamodule=data, ckpt_path=config["resume"], **_plain_values_only())
     if trainer.is_global_zero:
         _write_results(trainer, strategy, folder, config)
+
+
+def _plain_values_only() -> dict[str, bool]:
+    """The argument of `fit` for checkpoints that hold no code. Lightning 2.5 has none; there the strategy reads no other."""
+    return {"weights_only": True} if "weights_only" in inspect.signature(L.Trainer.fit).parameters else {}
 
 
 def _without_callbacks(config: dict[str, Any]) -> dict[str, Any]:

@@ -283,6 +283,8 @@ def _bench(words: list[str]) -> int:
     )
     parser.add_argument("--steps", type=int, default=20, help="steps of each run (default 20)")
     given = parser.parse_intermixed_args(words)
+    if given.cfg:
+        return _show_config(given)
     from pipepart.cli.bench import bench
 
     return bench(given.overrides, given.config_dir, given.steps)

@@ -290,7 +290,8 @@ def load_file(path: Path, weights_only: bool | None, map_location: Any = None, s
             raise CheckpointError(
                 f"the checkpoint {name} is refused: it holds more than tensors and plain values, and reading that can run "
                 f"code.\n  reason: {_named_in(str(error))}\n  do: if you trust its source, read it with "
-                "weights_only=False (an argument of trainer.fit, validate, test, predict and of pipepart.consolidate), or "
+                "weights_only=False (an argument of trainer.fit, validate, test, predict from Lightning 2.6 on, and of "
+                "pipepart.consolidate), or "
                 "allow the class with torch.serialization.add_safe_globals([...])"
             ) from error
         raise CheckpointError(f"the checkpoint {name} cannot be read: {error}{others_beside(name)}") from error

@@ -136,7 +136,10 @@ class Checkpoints:
         self.on_rank_zero(check)
         if shards.is_sharded(path):
             return shards.load_rest(path, weights_only)
-        return io.load_checkpoint(path, weights_only=weights_only)
+        asked = (
+            {} if weights_only is None else {"weights_only": weights_only}
+        )  # plugins for Lightning 2.5 do not take it
+        return io.load_checkpoint(path, **asked)
 
     def _check_address(self, path: Any, source: str, writes: bool) -> None:
         if is_remote(path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.pages import DOCS, page
 
 from tools.docs.links import faults
 from tools.docs.plans import EXAMPLES
@@ -70,8 +71,15 @@ def test_every_public_name_is_in_the_reference() -> None:
         for line in re.findall(r"^      members: \[(.*)\]", text, re.MULTILINE)
         for name in line.split(", ")
     }
-    missing = {*_public("__init__.py"), *_public("lightning/__init__.py"), *_public("ray.py")} - shown
+    missing = {*_public("__init__.py"), *_public("lightning/__init__.py"), *_public("ray.py"), *_imported()} - shown
     assert not missing
+
+
+def _imported() -> set[str]:
+    """The names of the package that programs on the pages import."""
+    programs = [block.body for path in DOCS.rglob("*.md") for block in page(path).blocks if block.language == "python"]
+    lines = re.findall(r"^ *from pipepart[\w.]* import ([\w, ]+)$", "\n".join(programs), re.MULTILINE)
+    return {name for line in lines for name in line.split(", ")}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from realistic import build
 from support.ranks import RanksFailed, run_ranks
 from watching import QUIET, Notes
@@ -114,10 +114,11 @@ def test_the_hosts_that_are_left_go_on_as_from_a_checkpoint(
 
 @pytest.mark.slow
 def test_averages_in_the_place_of_weights_are_refused(tmp_path: Path) -> None:
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="new in Lightning 2.6")
     with pytest.raises(
         RanksFailed, match=r"launcher\.spare_state=neighbour keeps the weights in parts, and WeightAveraging"
     ):
-        run_ranks(2, _fit, str(tmp_path), 2, [0, 1], 2, None, callbacks=[WeightAveraging()])
+        run_ranks(2, _fit, str(tmp_path), 2, [0, 1], 2, None, callbacks=[averaging.WeightAveraging()])
 
 
 def test_a_state_without_a_part_is_not_chosen() -> None:

@@ -21,6 +21,8 @@ __all__ = ["FOLDER", "pictures"]
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 THEMES = {"": "light", "_dark": "dark"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v")
+DRAWN = (*SCHEDULES, "v_half")
+"""Schedules with a picture of their own."""
 _WIDTH = 900.0
 _UNIT = 1e-3
 """Seconds of a forward of a stage: one millisecond, so that the charts print round figures."""
@@ -160,7 +162,7 @@ def pictures() -> dict[str, str]:
     """All pictures by the name of their file."""
     plan, made = Plan.load(PLANS / "gpt" / "plan.json"), {}
     for suffix, theme in THEMES.items():
-        found = {f"schedule_{name}": _schedule(name, theme) for name in SCHEDULES}
+        found = {f"schedule_{name}": _schedule(name, theme) for name in DRAWN}
         found |= {"microbatches": _numbers(theme), "balance": _balance(theme), "bubbles": _bubbles(theme)}
         found |= {"live": _live(theme), "memory": _bars(theme, plan), "plan": static_svg(plan, theme=theme)}
         made |= {f"{name}{suffix}.svg": text for name, text in found.items()}
