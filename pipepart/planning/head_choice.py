@@ -31,7 +31,7 @@ _SHARE = 0.25
 """Part of the memory of a stage that slices must free before `auto` looks at them."""
 _LARGE = 64 * 2**20
 """Bytes of scores below which `auto` leaves a head whole, unless the memory is limited."""
-_LONGER = 1.1
+_LONGER = 1.15
 """Factor by which `auto` lets a step take longer for a lower peak, where no limit demands it."""
 
 _Make = Callable[[OpGraph, Costs], Plan]
