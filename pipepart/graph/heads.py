@@ -227,7 +227,7 @@ def sizes_of(step: fx.Node) -> tuple[Any, ...] | None:
 def _class_dim(step: fx.Node, at: int, source: fx.Node, classes: int) -> int:
     """Return the dimension of the classes after a step, from that before it."""
     name, rank, shape = name_of(step), len(shape_of(source)), shape_of(step)
-    others = [arg for arg in (*step.args[1:], *step.kwargs.values())]
+    others = [*step.args[1:], *step.kwargs.values()]
     if keeps_numbers(step):
         if any(isinstance(arg, fx.Node) for arg in others) or (name == "to" and op_of(step).dtype is None):
             raise _Whole(f"its scores are converted by {_called(step)} to the type of another tensor")

@@ -13,6 +13,7 @@ from pipepart.graph import op_graph
 from pipepart.graph.heads import find_heads
 from pipepart.recording import record
 
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_head_is_found(name: str) -> None:
     recording = record(Model(FORMS[name]), batch())
@@ -78,10 +79,3 @@ def test_a_head_that_must_stay_whole(name: str) -> None:
     assert not found.heads
     assert len(found.reasons) == 1
     assert reason in found.reasons[0]
-
-
-def test_a_layer_with_a_hook_stays_whole() -> None:
-    model = Model(_flat)
-    model.head.register_forward_hook(lambda *_: None)
-    found = find_heads(record(model, batch()))
-    assert not found.heads

@@ -48,7 +48,7 @@ def _sizes(m: Any, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(m: Any, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    scores = m.head(h)[..., :-1, :].contiguous().float()
+    scores = m.head(h)[..., :-1, :].contiguous().to(torch.float64)
     return F.cross_entropy(scores.view(-1, scores.size(-1)).double(), y[..., 1:].contiguous().view(-1))
 
 
@@ -75,6 +75,5 @@ def _last(m: Any, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 FORMS: dict[str, Form] = {
-    form.__name__[1:]: form
-    for form in (_flat, _sizes, _shifted, _classes_second, _module, _tied, _selected, _last)
+    form.__name__[1:]: form for form in (_flat, _sizes, _shifted, _classes_second, _module, _tied, _selected, _last)
 }

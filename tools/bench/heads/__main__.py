@@ -86,7 +86,9 @@ def main() -> int:
         first = answers[0][head]
         peaks = "   ".join(f"{a[head]['peak'] / 1e6:8.1f} MB ({a[head]['told'] / 1e6:.1f})" for a in answers)
         name = head if head == "whole" else f"{first['slice']}"
-        print(f"{name:8} {first['loss']:10.6f} {first['seconds'] * 1e3:7.1f} ms {first['predicted'] * 1e3:7.1f} ms   {peaks}")
+        print(
+            f"{name:8} {first['loss']:10.6f} {first['seconds'] * 1e3:7.1f} ms {first['predicted'] * 1e3:7.1f} ms   {peaks}"
+        )
     whole, sliced = (answers[0][head]["seconds"] for head in ("whole", "sliced"))
     print(f"the step in slices takes {sliced / whole:.2f} x that of the whole head")
     return 0
