@@ -77,8 +77,11 @@ def tokens_of_slice(graph: OpGraph) -> int:
 
 
 def sliced_graph(graph: OpGraph) -> OpGraph:
-    """Return the graph with the ops of each head in one chunk."""
-    return replace(graph, colocated=(*graph.colocated, *(head.ops for head in graph.heads)))
+    """Return the graph with the ops of each head in one chunk, and with a backward in two halves, also of `F.linear`."""
+    ops = list(graph.ops)
+    for head in graph.heads:
+        ops[head.linear] = replace(ops[head.linear], kind="module", module_class="Linear")
+    return replace(graph, ops=tuple(ops), colocated=(*graph.colocated, *(head.ops for head in graph.heads)))
 
 
 def _bytes_of_token(graph: OpGraph, head: HeadOps) -> float:
