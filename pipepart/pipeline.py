@@ -29,6 +29,7 @@ from pipepart.errors import PlanError
 from pipepart.options import Options
 from pipepart.planning import Plan
 from pipepart.planning.compile_mode import CompileOption
+from pipepart.planning.head_mode import HeadOption
 from pipepart.planning.request import ScheduleName
 from pipepart.planning.sync_mode import SyncOption
 from pipepart.recording import Recording, record
@@ -90,6 +91,7 @@ class Pipeline(StageValues):
         transport: Literal["auto", "group", "shared_memory"] = "auto",
         recompute: bool | Literal["auto"] = "auto",
         memory_limit: float | None = None,
+        head: HeadOption = "auto",
         batch_norm: Literal["microbatch", "batch"] = "microbatch",
         loss: Literal["batch", "microbatch"] = "batch",
         randomness: Literal["op", "stage"] = "op",

@@ -5,6 +5,19 @@ or processes.
 """
 
 from pipepart.graph.captured import Captured, capture
-from pipepart.graph.opgraph import Op, OpGraph, op_graph
+from pipepart.graph.heads import Head, find_heads, is_size, keeps_numbers, sizes_of
+from pipepart.graph.opgraph import HeadOps, Op, OpGraph, op_graph
 
-__all__ = ["Captured", "Op", "OpGraph", "capture", "op_graph"]
+__all__ = [
+    "Captured",
+    "Head",
+    "HeadOps",
+    "Op",
+    "OpGraph",
+    "capture",
+    "find_heads",
+    "is_size",
+    "keeps_numbers",
+    "op_graph",
+    "sizes_of",
+]

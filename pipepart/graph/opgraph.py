@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
 import networkx as nx
 import torch.fx as fx
 
+from pipepart.graph.heads import Head, find_heads
 from pipepart.recording.execution.colocate import colocated
 from pipepart.recording.execution.ops_run import tensor_names, used_tensors
 from pipepart.recording.fingerprint import target_name
 from pipepart.recording.op import OpData, op_of
 from pipepart.recording.recorded import Recording
 
-__all__ = ["Op", "OpGraph", "op_graph"]
+__all__ = ["HeadOps", "Op", "OpGraph", "op_graph"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,24 @@ class Op(OpData):
 
 
 @dataclass(frozen=True)
+class HeadOps:
+    """The positions of the ops of a head: a linear layer whose scores only a cross-entropy reads."""
+
+    linear: int
+    loss: int
+    between: tuple[int, ...]
+    """Views and conversions of the scores."""
+    hidden: int
+    """The op that makes the input of the linear layer."""
+    classes: int
+    """The size of the vocabulary."""
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        return (self.linear, *self.between, self.loss)
+
+
+@dataclass(frozen=True)
 class OpGraph:
     """Ops in program order, the dependencies between them, and groups of ops that must stay in one chunk."""
 
@@ -40,6 +59,10 @@ class OpGraph:
     """Pairs of positions (source, user): the user takes the value of the source."""
     colocated: tuple[tuple[int, ...], ...]
     hash: str
+    heads: tuple[HeadOps, ...] = ()
+    """Heads that can be run in slices."""
+    whole_heads: tuple[str, ...] = ()
+    """The reasons why other heads cannot be run in slices."""
 
     def __len__(self) -> int:
         return len(self.ops)
@@ -99,7 +122,15 @@ def op_graph(recording: Recording) -> OpGraph:
         (position[source], i) for i, node in enumerate(nodes) for source in node.all_input_nodes if source in position
     )
     groups = tuple(tuple(position[node] for node in group) for group in colocated(recording))
-    return OpGraph(ops, edges, groups, recording.hash)
+    found = find_heads(recording)
+    heads = tuple(_head(head, position) for head in found.heads)
+    return OpGraph(ops, edges, groups, recording.hash, heads, found.reasons)
+
+
+def _head(head: Head, position: Mapping[fx.Node, int]) -> HeadOps:
+    between = tuple(position[step] for step in head.steps)
+    hidden, linear, loss = position[head.hidden], position[head.linear], position[head.loss.node]
+    return HeadOps(linear, loss, between, hidden, head.classes)
 
 
 def _op(recording: Recording, node: fx.Node, sizes: dict[str, int], names: dict[int, str]) -> Op:

@@ -61,6 +61,7 @@ def is_undivided(options: StrategyOptions, processes: int) -> bool:
         and options.microbatches in ("auto", 1)
         and options.chunks in ("auto", 1)
         and options.recompute in ("auto", False)
+        and options.head in ("auto", "whole")
         and options.schedule == "auto"
         and options.batch_dim == 0
         and options.split_at is None

@@ -46,6 +46,7 @@ from pipepart.lightning.sync_states import add_sync_states, load_sync_states
 from pipepart.lightning.wholeness import move_to_device
 from pipepart.planning import Plan
 from pipepart.planning.compile_mode import CompileOption
+from pipepart.planning.head_mode import HeadOption
 from pipepart.planning.request import ScheduleName
 from pipepart.planning.sync_mode import SyncOption
 from pipepart.recording.inputs.batching import BatchDim
@@ -115,6 +116,7 @@ class PipelineStrategy(
         timeout: float = 300.0,
         recompute: bool | Literal["auto"] = "auto",
         memory_limit: float | None = None,
+        head: HeadOption = "auto",
         transport: Literal["auto", "group", "shared_memory"] = "auto",
         batch_norm: Literal["microbatch", "batch"] = "microbatch",
         randomness: Literal["op", "stage"] = "op",

@@ -9,7 +9,7 @@
     pricing     costs of a split  <-------------------- splits     the best split for each (problems: for the partitioner)
       traffic, memory, chunks                            |
                                                          v
-    plan        the plan and its file <-- finish <-- search       the best of all; entry: `plan` for users
+    plan        the plan and its file <-- finish <-- search       the best of all; entry: `plan` for users; head_choice: heads
     describe, transfer                                             read plans
 
 The package knows op graphs, costs, partitions and schedules, for a cluster that need not exist. It must not know processes

@@ -86,6 +86,7 @@ def _summary(plan: Plan) -> list[str]:
         f"split      {quality}; costs: {plan.cost_source}; {plan.method}",
         f"limits     {_limits(plan)}",
         *([f"sync       {plan.sync}, chosen by price"] if plan.sync and plan.replicas > 1 else []),
+        *_head(plan),
         *_memory(plan),
         *_links(plan),
     ]
@@ -134,6 +135,13 @@ def _memory(plan: Plan) -> list[str]:
         + (f" ({plan.memory_source})" if plan.memory_source else "")
         + (f"; {again} of {len(plan.chunks)} chunks recompute" if again else "")
     ]
+
+
+def _head(plan: Plan) -> list[str]:
+    """Return the line of a head in slices, or the reason why it is whole."""
+    if plan.head:
+        return [f"head       in slices of {plan.head} tokens: the scores of all tokens are never held"]
+    return [f"head       whole: {plan.head_note}"] if plan.head_note else []
 
 
 def _links(plan: Plan) -> list[str]:

@@ -16,6 +16,7 @@ from pipepart.cost.op_costs import given_costs
 from pipepart.cost.this_machine import this_machine
 from pipepart.errors import PlanError
 from pipepart.graph import Captured, OpGraph, capture, op_graph
+from pipepart.planning.head_mode import HeadOption
 from pipepart.planning.layout import Layout
 from pipepart.planning.memory import parameter_sizes
 from pipepart.planning.plan import Plan
@@ -46,6 +47,7 @@ def plan(
     recompute: bool | Literal["auto"] = "auto",
     cost: Literal["auto", "profile", "analytic"] | str | Path = "auto",
     memory_limit: float | None = None,
+    head: HeadOption = "auto",
     batch_size: int | None = None,
     keep_together: Sequence[Sequence[str]] = (),
     split_at: Sequence[str] | None = None,

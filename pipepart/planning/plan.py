@@ -26,7 +26,7 @@ VERSION = 1
 _MOST_FORWARDS = 4_000_000
 """Chunks times micro-batches of a plan in a file: larger schedules would take minutes to simulate."""
 _MOST_RANKS = 1_000_000
-_LATER = frozenset({"memory_source", "links", "modules", "sync"})
+_LATER = frozenset({"memory_source", "links", "modules", "sync", "head", "head_note"})
 """Fields that the first files of this version lack."""
 
 
@@ -81,6 +81,10 @@ class Plan:
     chunk may compute for itself. Empty: not known."""
     sync: str = ""
     """The choice of ``sync="auto"``: the option in JSON. Empty: planning had no choice."""
+    head: int = 0
+    """Tokens for which a head computes its scores at a time. 0: those of a whole micro-batch."""
+    head_note: str = ""
+    """The reason why the head is whole, if slices were asked for. Empty: there is none."""
     version: int = VERSION
 
     @property

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pipepart.cost.cluster import Cluster
 from pipepart.errors import PlanError, ScheduleError, did_you_mean
 from pipepart.partition import Link
+from pipepart.planning.head_mode import HeadMode, HeadOption
 from pipepart.planning.layout import BY_PROCESSOR, GROUP_LINK, LOCAL_LINK, Handling, Layout, MeasuredLinks
 from pipepart.planning.sync_mode import SyncMode, SyncOption
 from pipepart.schedule import SCHEDULES, read_csv
@@ -117,6 +118,9 @@ class PlanOptions:
     """True: every chunk runs its forward again before its backward; False: none; ``auto``: where memory is short."""
     memory_limit: Annotated[float, Range(1, 2**63)] | None = None
     """Bytes that one device may use. None: as much as it has, without a reserve on an accelerator."""
+    head: HeadOption = "auto"
+    """How a linear layer that ends in a cross-entropy is run: ``whole``; ``sliced``, some tokens at a time, so that the scores
+    of all tokens are never held; ``{"slice": tokens}``; ``auto``: sliced where memory demands it."""
 
     sync: SyncOption = "mean"
     """How replicas are kept in step: the name of a mode, or a mapping with ``mode`` and the settings of the mode."""
@@ -124,6 +128,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         SyncMode.of(self.sync).check_replicas(self.replicas)
+        HeadMode.of(self.head)
         check_schedule(self.schedule)
         if not all(self.keep_together):
             raise PlanError("keep_together contains an empty group; expected at least one module path in each group")

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipepart.errors import PartitionError
 from pipepart.graph import OpGraph
 from pipepart.planning.candidates import Candidate, SearchSpace
 from pipepart.planning.finish import make_plan, nothing_fits
+from pipepart.planning.head_choice import planned_with_head
+from pipepart.planning.head_mode import HeadMode
 from pipepart.planning.memory import ParameterSize
 from pipepart.planning.plan import Plan
 from pipepart.planning.request import PlanRequest
@@ -91,6 +93,9 @@ def search(
     """
     if SyncMode.of(request.sync).mode == "auto":
         return planned_with_sync(lambda fixed: search(graph, source, sizes, fixed, frozen=frozen), request)
+    if HeadMode.of(request.head).looks_for_heads:
+        whole = replace(request, head="whole")
+        return planned_with_head(lambda g, costs: search(g, costs, sizes, whole, frozen=frozen), graph, source, request)
     run = _Search(SearchSpace(graph, source, sizes, request, frozen))
     candidates = run.space.candidates()
     if not candidates:

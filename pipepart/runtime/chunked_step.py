@@ -20,6 +20,7 @@ from pipepart.options import Options
 from pipepart.planning import Plan
 from pipepart.recording import Chunk, Recording, split
 from pipepart.runtime.compiled.trial import Trial
+from pipepart.runtime.head_slices import with_sliced_heads
 from pipepart.runtime.mesh import Groups
 from pipepart.samples import Weighed, unweighed, weigh
 from pipepart.samples.laws import merged
@@ -111,9 +112,13 @@ def chunk_step(step: RecordedStep, chunk_of: Mapping[str, int], inputs: StageInp
         replicas = inputs.options.sync_mode.together(plan.replicas) if alone else plan.replicas
         return weigh(body, replicas, averaged, inputs.device, untouched, accumulates=True, counts=step.counts)
 
+    def divided(weighed: Weighed) -> tuple[Chunk, ...]:
+        owner = weighed.chunk_of(chunk_of)
+        return split(with_sliced_heads(weighed.recording, owner, plan.head), owner, count, devices=devices)
+
     if cut is None:
         weighed = weighed_of(recording, step.averaged)
-        chunks = split(weighed.recording, weighed.chunk_of(chunk_of), count, devices=devices)
+        chunks = divided(weighed)
         return ChunkedStep(recording, chunks, weighed)
     if cut.loss and recording.training:
         _check_schedule(plan)
@@ -121,7 +126,7 @@ def chunk_step(step: RecordedStep, chunk_of: Mapping[str, int], inputs: StageInp
     kept = len(tail.kept)
     averaged = [tail.kept.index(index) for index in step.averaged if index in tail.kept]
     weighed = weighed_of(tail.body, averaged, range(kept, kept + len(cut.inputs)))
-    *others, last = split(weighed.recording, weighed.chunk_of(chunk_of), count, devices=devices)
+    *others, last = divided(weighed)
     parameters = tuple(dict.fromkeys((*last.parameters, *tail.parameters)))
     buffers = tuple(dict.fromkeys((*last.buffers, *tail.buffers)))
     last = replace(last, parameters=parameters, buffers=buffers)

@@ -20,7 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-__all__ = ["WeightWork", "defer_weights", "deferring", "later_or_now", "original"]
+__all__ = [
+    "WeightWork",
+    "cast_like_autocast",
+    "defer_weights",
+    "deferring",
+    "later_or_now",
+    "like_input",
+    "original",
+]
 
 WeightWork = list[Callable[[], None]]
 """The deferred weight gradients of a chunk for one micro-batch."""
@@ -76,7 +84,7 @@ class _Deferred:
         if not torch.is_grad_enabled() or not weight.requires_grad:
             return self.layer(x)
         if torch.is_autocast_enabled(x.device.type) and not isinstance(self.layer, nn.Embedding):
-            x = _cast(x, torch.get_autocast_dtype(x.device.type))
+            x = cast_like_autocast(x, torch.get_autocast_dtype(x.device.type))
         return self._apply(x, weight, getattr(self.layer, "bias", None), self.layer)
 
 
@@ -85,19 +93,19 @@ def original(layer: Any) -> Any:
     return layer.layer if isinstance(layer, _Deferred) else layer
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_like_autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor as autocast gives it to a layer: double precision and whole numbers are kept."""
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-def _like_input(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+def like_input(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter in the dtype of the cast input, if autocast is on.
 
     Autocast itself would keep the copy, which has no gradient here, for other ops that use the parameter.
     """
     if parameter is None or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return parameter
-    return _cast(parameter, x.dtype)
+    return cast_like_autocast(parameter, x.dtype)
 
 
 def later_or_now(work: Callable[[], tuple[torch.Tensor | None, ...]], parameters: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -121,7 +129,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: nn.Linear) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return F.linear(x, _like_input(weight, x), _like_input(bias, x))  # type: ignore[arg-type]
+        return F.linear(x, like_input(weight, x), like_input(bias, x))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
@@ -162,7 +170,7 @@ class _Conv(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Any) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return layer._conv_forward(x, _like_input(weight, x), _like_input(bias, x))
+        return layer._conv_forward(x, like_input(weight, x), like_input(bias, x))
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]

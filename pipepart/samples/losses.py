@@ -19,7 +19,7 @@ from pipepart.samples.follow import Following, Unknown, before, name_of
 from pipepart.samples.forms import Form, Ratio, Share, Sum
 from pipepart.samples.quantities import Quantities, count_targets
 
-__all__ = ["loss_form"]
+__all__ = ["LossCall", "call_of", "loss_form"]
 
 _BY_TARGET = ("cross_entropy", "nll_loss")
 """Sums that are divided by the weights of the targets."""
@@ -61,7 +61,7 @@ _KEEP_VALUES = ("view", "reshape", "flatten", "contiguous", "detach", "to", "lon
 
 
 @dataclass(frozen=True)
-class _Call:
+class LossCall:
     """A call of a loss function or of a loss module."""
 
     node: fx.Node
@@ -95,7 +95,7 @@ class _Call:
 def loss_form(node: fx.Node, quantities: Quantities) -> Form | None:
     """Return the form of a loss of torch; None if the node is not such a loss. Raises `Unknown`."""
     recording, follow = quantities.recording, quantities.follow
-    call = _call_of(node, recording)
+    call = call_of(node, recording)
     if call is None:
         return None
     by_element, by_target = call.name in _BY_ELEMENT, call.name in _BY_TARGET
@@ -125,7 +125,8 @@ def loss_form(node: fx.Node, quantities: Quantities) -> Form | None:
     return Ratio(node, rows, call.summed, per_row)
 
 
-def _call_of(node: fx.Node, recording: Recording) -> _Call | None:
+def call_of(node: fx.Node, recording: Recording) -> LossCall | None:
+    """Return the loss of torch that a node calls; None for other nodes. Raises `Unknown` for a module with hooks."""
     if node.op == "call_module":
         module = resolve(recording.root, str(node.target))
         name = _MODULES.get(type(module))
@@ -139,12 +140,12 @@ def _call_of(node: fx.Node, recording: Recording) -> _Call | None:
         if name == "poisson_nll_loss" and "log_input" in given:  # the module has this name for its input
             given["input"] = given.pop("log_input")
         fixed = {key: getattr(module, key) for key in _ATTRIBUTES if hasattr(module, key) and key in names}
-        return _Call(node, name, {**fixed, **given}, str(node.target))
+        return LossCall(node, name, {**fixed, **given}, str(node.target))
     name = name_of(node)
     if node.op != "call_function" or _FUNCTIONS.get(name) is not node.target:
         return None
     arguments = {**dict(zip(_parameters_of(node.target), node.args)), **node.kwargs}
-    return _Call(node, name, arguments, None)
+    return LossCall(node, name, arguments, None)
 
 
 @cache
@@ -163,7 +164,7 @@ def _is_floating(target: Any, recording: Recording) -> bool:
     return dtype is not None and bool(dtype.is_floating_point)
 
 
-def _check_aligned(call: _Call, over: list[fx.Node], follow: Following) -> None:
+def _check_aligned(call: LossCall, over: list[fx.Node], follow: Following) -> None:
     """Check that each operand has one dimension of samples, the same in all (after broadcasting, for losses by element)."""
     places = set()
     for operand in over:
@@ -179,7 +180,7 @@ def _check_aligned(call: _Call, over: list[fx.Node], follow: Following) -> None:
         raise Unknown(call.node, "its operands have the samples in different dimensions")
 
 
-def _by_target(call: _Call, quantities: Quantities) -> Form:
+def _by_target(call: LossCall, quantities: Quantities) -> Form:
     recording, follow = quantities.recording, quantities.follow
     target, weight = call.get("target"), call.get("weight")
     ignored = call.get("ignore_index", -100)
@@ -197,7 +198,7 @@ def _by_target(call: _Call, quantities: Quantities) -> Form:
     return Ratio(call.node, count, call.summed)
 
 
-def _weighted_mean(call: _Call, quantities: Quantities) -> Form:
+def _weighted_mean(call: LossCall, quantities: Quantities) -> Form:
     weight = call.get("weight")
     if call.reduction == "sum":
         return Sum(call.node)

@@ -1,8 +1,8 @@
 """Division of the graph of a chunk into pieces, in the order of its ops: some are compiled, others run as they are.
 
 A compiled piece takes and returns tensors. These ops are outside of it: ops that read a number which changes from step to
-step, ops with effects in Python (metrics, attributes), modules of the user that are kept whole, and ops that draw from the
-stream of the stage.
+step, ops with effects in Python (metrics, attributes), modules of the user that are kept whole, heads in slices, and
+ops that draw from the stream of the stage.
 """
 
 from __future__ import annotations
@@ -23,10 +23,17 @@ from pipepart.recording.recorded_run import intrinsics
 from pipepart.recording.recorded_run.contexts import Recomputed
 from pipepart.recording.recorded_run.ops import has_global_hooks, is_torch_leaf
 from pipepart.runtime.deferred import original
+from pipepart.runtime.sliced_loss import sliced_cross_entropy
 
 __all__ = ["Apart", "Piece", "Site", "is_watched", "pieces_of", "sites_of"]
 
-_OUTSIDE = (intrinsics.check, intrinsics.method_of, intrinsics.set_attribute, intrinsics.set_data)
+_OUTSIDE = (
+    intrinsics.check,
+    intrinsics.method_of,
+    intrinsics.set_attribute,
+    intrinsics.set_data,
+    sliced_cross_entropy,
+)
 _FEW = 2
 """The number of ops below which a piece is not worth a call of a compiled function."""
 
