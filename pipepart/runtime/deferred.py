@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +98,10 @@ def cast_like_autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
+@overload
+def like_input(parameter: torch.Tensor, x: torch.Tensor) -> torch.Tensor: ...
+@overload
+def like_input(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None: ...
 def like_input(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter in the dtype of the cast input, if autocast is on.
 
@@ -129,7 +133,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: nn.Linear) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return F.linear(x, like_input(weight, x), like_input(bias, x))  # type: ignore[arg-type]
+        return F.linear(x, like_input(weight, x), like_input(bias, x))
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
