@@ -31,9 +31,9 @@ class GradientSync:
         ownership: Ownership,
         groups: Groups | None,
         mode: SyncMode,
-        named: Callable[[], Mapping[str, nn.Parameter]],
+        named: Callable[..., Mapping[str, nn.Parameter]],
     ) -> None:
-        """`named` returns the parameters of this stage by name."""
+        """`named` returns the parameters of this stage by name, or with True those of all stages."""
         self.replicas: BucketedSync | None = None
         """The exchange with the other replicas; None with one replica."""
         self.loose: LooseReplicas | None = None

@@ -131,7 +131,8 @@ class Steps:
             with guarded(groups):
                 self.results.open_lane(self._transports[0])
         headers = self._posts(groups, self._transports[1])
-        return Series(program, groups, self._transports[1], headers, self.results, plan.placement[0])
+        versions = self._parameters.versions
+        return Series(program, groups, self._transports[1], headers, self.results, plan.placement[0], versions)
 
     def _settle(self, program: Program) -> None:
         """Prepare for an evaluation in which replicas wait for each other, since it needs numbers of all of them."""

@@ -25,9 +25,9 @@ class LooseReplicas:
     """The name of the mode."""
 
     def __init__(
-        self, group: dist.ProcessGroup, replicas: int, named: Callable[[], Mapping[str, nn.Parameter]]
+        self, group: dist.ProcessGroup, replicas: int, named: Callable[..., Mapping[str, nn.Parameter]]
     ) -> None:
-        """`group`: the copies of this stage; `named` returns the parameters of this stage by name."""
+        """`group`: the copies of this stage; `named` returns the parameters of this stage by name, or with True all of them."""
         self.group, self.replicas, self._named = group, replicas, named
         self.own_groups: list[dist.ProcessGroup] = []
         """The process groups that this mode has made."""
@@ -101,7 +101,7 @@ class LooseReplicas:
 
     @property
     def in_step(self) -> bool:
-        """Whether the replicas have equal parameters now. All of them find the same."""
+        """Whether the replicas have equal parameters now. All of them find the same, and all stages of a Trainer do."""
         raise NotImplementedError
 
     def before_update(self, parameters: Iterable[torch.Tensor]) -> None:

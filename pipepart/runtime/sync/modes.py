@@ -85,7 +85,7 @@ def neighbours(groups: Groups, size: int, backend: str) -> dist.ProcessGroup:
 
 
 def loose_replicas(
-    mode: SyncMode, groups: Groups, named: Callable[[], Mapping[str, nn.Parameter]]
+    mode: SyncMode, groups: Groups, named: Callable[..., Mapping[str, nn.Parameter]]
 ) -> LooseReplicas | None:
     """Return the exchange of parameters between replicas that make updates of their own; None in other modes.
 

@@ -84,7 +84,7 @@ class ReplicaRing(LooseReplicas):
 
     mode = "ring"
 
-    def __init__(self, groups: Groups, named: Callable[[], Mapping[str, nn.Parameter]], staleness: int) -> None:
+    def __init__(self, groups: Groups, named: Callable[..., Mapping[str, nn.Parameter]], staleness: int) -> None:
         """All ranks must call it together. `staleness`: the rounds that the parameters of an update may be old."""
         assert groups.copies is not None
         super().__init__(groups.copies, groups.mesh.replicas, named)
@@ -170,7 +170,12 @@ class ReplicaRing(LooseReplicas):
 
     @property
     def _is_here(self) -> bool:
-        """Whether the token is here. The first visit is that of replica 0, which all replicas know."""
+        """Whether the token is here. The first visit is that of replica 0, which all replicas know.
+
+        A stage that trains nothing has no part of the token, and goes with the other stages.
+        """
+        if not self._layout:
+            return True
         return self._left.ended if self._left.busy else not self._visits and not self._replica
 
     def _expect(self, own: Mapping[str, nn.Parameter]) -> None:

@@ -98,6 +98,24 @@ def test_layers_with_hooks_run_as_they_are() -> None:
 
 
 @pytest.mark.slow
+def test_attributes_of_layers_that_are_tuples_are_read_at_each_step() -> None:
+    def trained(compile: Any) -> list[Any]:
+        torch.set_num_threads(1)
+        torch.manual_seed(2)
+        conv = nn.Conv1d(3, 3, 3, padding=1)
+        model = nn.Sequential(conv, nn.GELU(), nn.Conv1d(3, 3, 1), nn.GELU(), nn.Flatten(), nn.Linear(15, 1)).double()
+        x = torch.arange(60.0, dtype=torch.float64).reshape(4, 3, 5) / 60
+        pipe = Pipeline(model, (x,), stages=1, microbatches=2, schedule="gpipe", compile=compile)
+        found = [pipe.evaluate(x)]
+        conv.padding, conv.dilation = (2,), (2,)
+        return [*found, pipe.evaluate(x)]
+
+    expected = trained(False)
+    assert not torch.allclose(*expected)
+    torch.testing.assert_close(trained(EAGER), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.slow
 def test_changes_between_steps_are_seen() -> None:
     def trained(compile: Any) -> list[Any]:
         torch.set_num_threads(1)
