@@ -20,13 +20,14 @@ from pipepart.runtime import shared_memory
 from pipepart.runtime.mesh import Groups, Mesh
 from pipepart.runtime.transport import choose_transport
 
+DRAWS = torch.Generator().manual_seed(0)  # ranks import this file after whatever they have drawn before
 VALUES = [
     torch.arange(12).view(3, 4),
-    torch.randn(5, 6).t(),
+    torch.randn(5, 6, generator=DRAWS).t(),
     torch.tensor([True, False, True]),
-    torch.randn(700, 700),
+    torch.randn(700, 700, generator=DRAWS),
     torch.tensor(3.5, dtype=torch.float64),
-    torch.randn(4, 4).to(torch.bfloat16),
+    torch.randn(4, 4, generator=DRAWS).to(torch.bfloat16),
 ]
 
 
