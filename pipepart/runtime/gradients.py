@@ -60,7 +60,7 @@ class GradientSync:
             if own is not None:
                 self._tied[name] = own
         self.replicas = replica_sync(mode, ownership, groups, set(self._tied), named)
-        self.loose = loose_replicas(mode, groups, named)
+        self.loose = loose_replicas(mode, groups, set(self._tied), named)
         if self.loose is None:
             self.numbers = groups.numbers
         elif mode.size is not None:

@@ -13,7 +13,7 @@ same sums, so they have equal parameters after it. Each replica keeps the states
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch import nn
 
 from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.sync.loose import LooseReplicas
-from pipepart.runtime.sync.replica_sums import summed
 
 __all__ = ["ReplicaAverage"]
 
@@ -38,8 +37,9 @@ class ReplicaAverage(LooseReplicas):
         replicas: int,
         named: Callable[..., Mapping[str, nn.Parameter]],
         mode: SyncMode,
+        tied: Collection[str] = (),
     ) -> None:
-        super().__init__(group, replicas, named)
+        super().__init__(group, replicas, named, tied)
         self._mode = mode
         self.updates: dict[str, int] = {}
         """The updates of each parameter in its round. Parameters of several optimizers may be in different places.
@@ -78,16 +78,15 @@ class ReplicaAverage(LooseReplicas):
             self.updates[name] = 0
 
     def _outer_step(self, due: Mapping[str, nn.Parameter]) -> None:
-        names, chosen = list(due), list(due.values())
         lr, momentum = self._mode.outer_lr, self._mode.outer_momentum
-        for place, total in summed(chosen, self.group):
-            begin = self._begin[names[place]]
+        for name, total in self._summed(due):
+            begin = self._begin[name]
             difference = begin - total.div_(self.replicas)
-            kept = self._momentum.get(names[place])
+            kept = self._momentum.get(name)
             kept = difference.clone() if kept is None else kept.mul_(momentum).add_(difference)
-            self._momentum[names[place]] = kept
+            self._momentum[name] = kept
             begin.sub_(difference.add_(kept, alpha=momentum), alpha=lr)
-            chosen[place].copy_(begin)
+            due[name].copy_(begin)
 
     def begin_anew(self) -> None:
         self.updates, self._begin, self._momentum = {}, {}, {}

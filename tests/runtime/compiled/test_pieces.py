@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipepart import Pipeline
+from pipepart.errors import ConfigError
 from pipepart.runtime.compiled import NotCompiled
 
 EAGER = {"backend": "aot_eager"}
@@ -82,6 +83,13 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert notes == ["compile: a part of chunk 0 runs as it is: RuntimeError: no such code"]
     with pytest.raises(RuntimeError, match="no such code"):
         run({**EAGER, "fullgraph": True})
+
+
+def test_settings_that_inductor_does_not_have_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="'max_autotun', which is no setting of inductor; did you mean 'max_autotune'"
+    ):
+        run({"options": {"max-autotun": True}})
 
 
 @pytest.mark.slow
