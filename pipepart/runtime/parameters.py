@@ -16,6 +16,7 @@ from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm, gradient_norm
 from pipepart.runtime.mesh import Groups
+from pipepart.runtime.parameter_hooks import hooked, hooks_aside
 from pipepart.runtime.parts import Ownership
 from pipepart.runtime.sync import LooseReplicas
 from pipepart.runtime.sync.optimizer_steps import drop_states, follow_optimizers
@@ -99,10 +100,14 @@ class StageParameters:
         for name, parameter in parameters.items():
             parameter.grad = unreduced.pop(name, None)
         try:
-            if reduce:
-                self.sync.begin(parameters)
-            yield StepGradients(parameters, before)
+            with hooks_aside(parameters) as hooks:
+                if reduce:
+                    self.sync.begin(parameters)
+                yield StepGradients(parameters, before)
             made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            if reduce and hooks:
+                with guarded(self._groups):
+                    made = hooked(made, hooks)
             self._fresh, self._unreduced = (made, {}) if reduce else ({}, made)
         finally:
             for name, parameter in parameters.items():

@@ -1,0 +1,43 @@
+"""Hooks of parameters (`parameter.register_hook`): they see the gradient of a whole batch, not those of its micro-batches.
+
+A hook may clip what it gets, or divide it by its norm: once for each micro-batch, that would be something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Hooks", "hooked", "hooks_aside"]
+
+Hooks = Mapping[str, Mapping[int, Any]]
+"""The hooks of parameters, by the name of the parameter and the number of the hook."""
+
+
+@contextmanager
+def hooks_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[Hooks]:
+    """Remove the hooks of parameters inside, and return them."""
+    places: dict[str, Any] = {name: p._backward_hooks for name, p in parameters.items() if p._backward_hooks}
+    found = {name: dict(hooks) for name, hooks in places.items()}
+    for hooks in places.values():
+        hooks.clear()
+    try:
+        yield found
+    finally:
+        for name, hooks in places.items():
+            hooks.update({**found[name], **hooks})
+
+
+@torch.no_grad()
+def hooked(gradients: Mapping[str, torch.Tensor], hooks: Hooks) -> dict[str, torch.Tensor]:
+    """Return gradients by name after the hooks of their parameters, as autograd calls them."""
+    made = dict(gradients)
+    for name in made.keys() & hooks.keys():
+        for hook in hooks[name].values():
+            changed = hook(made[name])
+            made[name] = made[name] if changed is None else changed
+    return made
