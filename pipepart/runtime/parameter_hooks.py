@@ -12,10 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Hooks", "hooked", "hooks_aside"]
+from pipepart.errors import PipelineError
+from pipepart.runtime.sync import BucketedSync
+
+__all__ = ["Hooks", "check_hooks", "hooked", "hooks_aside"]
 
 Hooks = Mapping[str, Mapping[int, Any]]
 """The hooks of parameters, by the name of the parameter and the number of the hook."""
+
+
+def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks that look at `.grad` after each backward: it has the gradient of one micro-batch, or of one replica."""
+    for name, parameter in parameters.items():
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            if not isinstance(getattr(hook, "__self__", None), BucketedSync):
+                raise PipelineError(
+                    f"parameter {name!r} has a hook of register_post_accumulate_grad_hook, for example an optimizer that makes "
+                    "its update inside of backward. It would be called for each micro-batch, with a part of the gradient.\n"
+                    "  do: update after the step, or use microbatches=1 and one replica; register_hook gets whole gradients"
+                )
 
 
 @contextmanager

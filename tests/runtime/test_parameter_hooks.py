@@ -10,6 +10,7 @@ from support.reference import assert_close
 from torch import nn
 
 from pipepart import Pipeline
+from pipepart.errors import PipelineError
 
 
 def _model() -> nn.Module:
@@ -48,3 +49,18 @@ def test_hooks_see_gradients_of_the_whole_batch(stages: int, replicas: int, sche
         assert found
         for name, gradient in found.items():
             assert_close(name, gradient, expected[name])
+
+
+def test_updates_inside_of_backward_are_refused() -> None:
+    model = MLP().double()
+    for microbatches in (1, 2):
+        pipe = Pipeline(model, _batch(), stages=1, microbatches=microbatches, schedule="gpipe")
+        seen: list[nn.Parameter] = []
+        handle = model.head.weight.register_post_accumulate_grad_hook(seen.append)
+        if microbatches == 1:
+            pipe.step(*_batch())
+            assert seen == [model.head.weight]
+        else:
+            with pytest.raises(PipelineError, match=r"'head.weight' has a hook of register_post_accumulate_grad_hook"):
+                pipe.step(*_batch())
+        handle.remove()
