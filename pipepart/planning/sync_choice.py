@@ -64,9 +64,9 @@ def chosen_sync(plan: Plan) -> Any:
     """Return the option `sync` that a plan has chosen; ``"mean"`` for a plan that was made without a choice."""
     try:
         option = json.loads(plan.sync) if plan.sync else "mean"
-        mode = SyncMode.of(option).mode
+        known = SyncMode.of(option).mode in ("mean", "sharded")
     except (ValueError, ConfigError):  # the plan is from a file
-        mode = option = None
-    if mode not in ("mean", "sharded"):
+        known = False
+    if not known:
         raise PlanError(f"sync of the plan is {plan.sync!s:.80}; expected 'mean' or 'sharded' with settings")
     return option
