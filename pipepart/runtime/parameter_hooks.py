@@ -51,8 +51,8 @@ def hooks_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[Hooks]:
 def hooked(gradients: Mapping[str, torch.Tensor], hooks: Hooks) -> dict[str, torch.Tensor]:
     """Return gradients by name after the hooks of their parameters, as autograd calls them."""
     made = dict(gradients)
-    for name in made.keys() & hooks.keys():
-        for hook in hooks[name].values():
+    for name, own in hooks.items():
+        for hook in own.values() if name in made else ():
             changed = hook(made[name])
             made[name] = made[name] if changed is None else changed
     return made
