@@ -114,6 +114,7 @@ class Pipeline(StageValues):
             warnings.warn(text, SamplesMeet, stacklevel=2)
         self._variants = {name: Variants(name, [name], 1) for name in ("step", "evaluate")}
         self._nothing = nn.Parameter(torch.empty(0, device=self._device))
+        self._runtime.parameters.stand_in = self._nothing
         self._tracing = False
         self._accumulating = False
         self._continues = False
@@ -265,7 +266,7 @@ class Pipeline(StageValues):
         """Run `evaluate` on each batch, and return an iterator over the outputs, in order. The pipeline stays full meanwhile.
 
         A batch is a tuple of arguments or a dict of keyword arguments. Some batches are read and run before the outputs of the
-        first of them are given. Every rank must iterate in the same way.
+        first of them are given: parameters must not change meanwhile. Every rank must iterate in the same way.
 
         ```python
         for outputs in pipe.evaluations((inputs,) for inputs, targets in loader):

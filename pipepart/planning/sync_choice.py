@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pipepart.errors import PlanError
+from pipepart.errors import ConfigError, PlanError
 from pipepart.planning.plan import Plan
 from pipepart.planning.request import PlanRequest
 from pipepart.planning.sync_mode import SyncMode
@@ -62,8 +62,11 @@ def _size_of(price: SyncPrice) -> int:
 
 def chosen_sync(plan: Plan) -> Any:
     """Return the option `sync` that a plan has chosen; ``"mean"`` for a plan that was made without a choice."""
-    option = json.loads(plan.sync) if plan.sync else "mean"
-    mode = SyncMode.of(option)
-    if mode.mode not in ("mean", "sharded"):
+    try:
+        option = json.loads(plan.sync) if plan.sync else "mean"
+        known = SyncMode.of(option).mode in ("mean", "sharded")
+    except (ValueError, ConfigError):  # the plan is from a file
+        known = False
+    if not known:
         raise PlanError(f"sync of the plan is {plan.sync!s:.80}; expected 'mean' or 'sharded' with settings")
     return option

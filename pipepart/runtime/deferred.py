@@ -113,8 +113,11 @@ def like_input(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor 
 
 
 def later_or_now(work: Callable[[], tuple[torch.Tensor | None, ...]], parameters: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Queue the work and return no gradients or, without an open queue, run it and return its gradients."""
-    if not _open:
+    """Queue the work and return no gradients or, without an open queue, run it and return its gradients.
+
+    Gradients for which parameters have hooks are returned, too: autograd calls the hooks.
+    """
+    if not _open or any(parameter is not None and parameter._backward_hooks for parameter in parameters):
         return work()
     _open[-1].append(partial(_accumulate, work, parameters))
     return tuple(None for _ in parameters)

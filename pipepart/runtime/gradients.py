@@ -31,9 +31,9 @@ class GradientSync:
         ownership: Ownership,
         groups: Groups | None,
         mode: SyncMode,
-        named: Callable[[], Mapping[str, nn.Parameter]],
+        named: Callable[..., Mapping[str, nn.Parameter]],
     ) -> None:
-        """`named` returns the parameters of this stage by name."""
+        """`named` returns the parameters of this stage by name, or with True those of all stages."""
         self.replicas: BucketedSync | None = None
         """The exchange with the other replicas; None with one replica."""
         self.loose: LooseReplicas | None = None
@@ -60,7 +60,7 @@ class GradientSync:
             if own is not None:
                 self._tied[name] = own
         self.replicas = replica_sync(mode, ownership, groups, set(self._tied), named)
-        self.loose = loose_replicas(mode, groups, named)
+        self.loose = loose_replicas(mode, groups, set(self._tied), named)
         if self.loose is None:
             self.numbers = groups.numbers
         elif mode.size is not None:

@@ -16,6 +16,7 @@ from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.failure import guarded
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm, gradient_norm
 from pipepart.runtime.mesh import Groups
+from pipepart.runtime.parameter_hooks import hooked, hooks_aside
 from pipepart.runtime.parts import Ownership
 from pipepart.runtime.sync import LooseReplicas
 from pipepart.runtime.sync.optimizer_steps import drop_states, follow_optimizers
@@ -54,6 +55,8 @@ class StageParameters:
         self.sync = GradientSync(ownership, groups, mode or SyncMode(), partial(_named, weakref.ref(self)))
         self.follows_optimizers = False
         """Whether a step of an optimizer is followed by what replicas exchange then."""
+        self.stand_in: nn.Parameter | None = None
+        """The parameter that an optimizer gets on a stage without parameters."""
         self.shows_gradients = False
         """Whether this rank sees the gradients of parameters that other replicas update, until the update."""
         follow_optimizers(self, root, follows=self.divides_updates or self.sync.loose is not None)
@@ -67,12 +70,25 @@ class StageParameters:
         found = {name: module._parameters[key] for name, module, key in self._places}
         return {name: parameter for name, parameter in found.items() if parameter is not None}
 
+    def of_model(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of all stages by name; those of other stages have no values here."""
+        found = {name: module._parameters[key] for name, module, key in self._all_places}
+        return {name: parameter for name, parameter in found.items() if parameter is not None}
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Return numbers that change when a parameter of this stage is changed in place or replaced."""
+        return [(id(parameter), parameter._version) for parameter in self.named().values()]
+
     @cached_property
     def _places(self) -> list[tuple[str, nn.Module, str]]:
-        """Name, module and key of each parameter. Every step needs them, and a walk through a deep tree is slow."""
+        """The places of the parameters of this stage."""
         held = set(self._ownership.held_by(self._groups.stage)) if self._groups is not None else None
-        names = [name for name, _ in self._root.named_parameters() if held is None or name in held]
-        split_names = [(name, *name.rpartition(".")[::2]) for name in names]
+        return [place for place in self._all_places if held is None or place[0] in held]
+
+    @cached_property
+    def _all_places(self) -> list[tuple[str, nn.Module, str]]:
+        """Name, module and key of each parameter. Every step needs them, and a walk through a deep tree is slow."""
+        split_names = [(name, *name.rpartition(".")[::2]) for name, _ in self._root.named_parameters()]
         return [(name, self._root.get_submodule(path), key) for name, path, key in split_names]
 
     @contextmanager
@@ -84,10 +100,14 @@ class StageParameters:
         for name, parameter in parameters.items():
             parameter.grad = unreduced.pop(name, None)
         try:
-            if reduce:
-                self.sync.begin(parameters)
-            yield StepGradients(parameters, before)
+            with hooks_aside(parameters) as hooks:
+                if reduce:
+                    self.sync.begin(parameters)
+                yield StepGradients(parameters, before)
             made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+            if reduce and hooks:
+                with guarded(self._groups):
+                    made = hooked(made, hooks)
             self._fresh, self._unreduced = (made, {}) if reduce else ({}, made)
         finally:
             for name, parameter in parameters.items():
@@ -204,13 +224,13 @@ class StageParameters:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to change parameters."""
-        if self.sync.loose is not None and self.follows_optimizers:
+        if self.sync.loose is not None and self._updates_model(optimizer):
             self.sync.loose.before_update(p for group in optimizer.param_groups for p in group["params"])
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Exchange what an optimizer has changed with other replicas. All replicas must call it."""
         owners, loose = self.sync.owners, self.sync.loose
-        if loose is not None and self.follows_optimizers:
+        if loose is not None and self._updates_model(optimizer):
             with guarded(self._groups):
                 loose.after_update(p for group in optimizer.param_groups for p in group["params"])
         if owners is not None and self.follows_optimizers:
@@ -218,8 +238,17 @@ class StageParameters:
                 owners.send_parameters(p for group in optimizer.param_groups for p in group["params"])
             drop_states(optimizer, owners.elsewhere())
 
+    def _updates_model(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer is followed: it has parameters of the model, or stands for those of this stage."""
+        if not self.follows_optimizers:
+            return False
+        known = {id(p) for p in (*self.of_model().values(), self.stand_in) if p is not None}
+        return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
 
-def _named(reference: weakref.ref[StageParameters]) -> Mapping[str, nn.Parameter]:
-    """Return the parameters of a stage that is not kept alive by this."""
+
+def _named(reference: weakref.ref[StageParameters], of_model: bool = False) -> Mapping[str, nn.Parameter]:
+    """Return the parameters of a stage that is not kept alive by this; with `of_model`, those of all stages."""
     living = reference()
-    return living.named() if living is not None else {}
+    if living is None:
+        return {}
+    return living.of_model() if of_model else living.named()

@@ -171,7 +171,7 @@ class Program:
             scales = tuple(weight * loss_scale for weight in weights)
             work = StepWork(batch, scales, context, sync=sync, trace=trace, tail=tail, seed=seed)
             outputs = self._executor.run(self._schedule(len(sizes), forward=not train), work)
-        if self._trial is not None and train:
+        if self._trial is not None and self._trial.chosen is None and train and self._stage == self._first:
             synchronize(self._device)
             self._trial.took(time.perf_counter() - started, batch.compiled, full)
         if self._tail is not None:

@@ -41,13 +41,23 @@ class Series:
     """The batches of one evaluation with one recorded step. All stages of the replica make the same calls."""
 
     def __init__(
-        self, program: Program, groups: Groups, control: Transport, headers: Posts, results: Results, first: int
+        self,
+        program: Program,
+        groups: Groups,
+        control: Transport,
+        headers: Posts,
+        results: Results,
+        first: int,
+        versions: Callable[[], Any],
     ) -> None:
-        """`headers` go from stage `first` to the others by `control`. `results` has a lane if batches run ahead."""
+        """`headers` go from stage `first` to the others by `control`. `results` has a lane if batches run ahead.
+
+        `versions` returns what changes with the parameters of this stage.
+        """
         self.window, self.ahead = program.pace.window, program.pace.ahead
         """The batches that are given to `run` together; the batches that run before the results of a batch are taken."""
         self._program, self._groups, self._control, self._results = program, groups, control, results
-        self._headers, self._first = headers, first
+        self._headers, self._first, self._versions = headers, first, versions
         self._most = 2 * (self.ahead + self.window)
         """The headers or results that are under way at most; so many are never needed."""
         self._under_way: deque[_Run] = deque()
@@ -111,15 +121,26 @@ class Series:
 
     def results(self, feed: Callable[[], int]) -> Iterator[StepResult]:
         """Yield the results of all batches, in order. `feed` calls `run` with the next window, and returns its answer."""
-        ended = False
+        ended, before = False, self._versions()
         try:
             while not ended or self._under_way:
                 while not ended and len(self._under_way) <= self.ahead:
                     ended = feed() < self.window
                 if self._under_way:
                     yield self.take()
+                    self._check(before)
         finally:
             self.leave()
+
+    def _check(self, before: Any) -> None:
+        """Refuse to go on if code between two batches has changed parameters with which the next ones have run already."""
+        if self._under_way and self._versions() != before:
+            with guarded(self._groups):
+                raise PipelineError(
+                    f"parameters have changed while {self.under_way} batches of `evaluations` were under way, which have run "
+                    "with those before.\n"
+                    "  do: change parameters after the loop, or call `evaluate` for each batch"
+                )
 
     def take(self) -> StepResult:
         """Return the result of the batch that has run longest ago. Tensors are on all stages."""

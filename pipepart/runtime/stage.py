@@ -22,6 +22,7 @@ from pipepart.runtime.gradients import Accumulation
 from pipepart.runtime.kept_attributes import KeptAttributes
 from pipepart.runtime.leaving import release_groups, released_with
 from pipepart.runtime.mesh import Groups
+from pipepart.runtime.parameter_hooks import check_hooks
 from pipepart.runtime.parameters import StageParameters
 from pipepart.runtime.parts import Ownership, Parts
 from pipepart.runtime.program import Program, StepRequest, StepResult
@@ -95,6 +96,8 @@ class Steps:
             self._position += 1
             earlier, new = self._accumulation.add(batch.denominator, request.continues, batch.batches)
             gradients.scale_earlier(earlier)
+            if len(batch.sizes) > 1 or self._inputs.plan.replicas > 1:
+                check_hooks(gradients.parameters)
             replicas = sync.replicas if request.reduce else None
             with self._shared(program, batch):
                 result = program.run(request, batch, request.loss_scale * new, replicas, trace)
@@ -131,7 +134,8 @@ class Steps:
             with guarded(groups):
                 self.results.open_lane(self._transports[0])
         headers = self._posts(groups, self._transports[1])
-        return Series(program, groups, self._transports[1], headers, self.results, plan.placement[0])
+        versions = self._parameters.versions
+        return Series(program, groups, self._transports[1], headers, self.results, plan.placement[0], versions)
 
     def _settle(self, program: Program) -> None:
         """Prepare for an evaluation in which replicas wait for each other, since it needs numbers of all of them."""

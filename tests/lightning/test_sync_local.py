@@ -129,6 +129,31 @@ def _plain(path: str) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)["state_dict"]
 
 
+def _two_places(every: int) -> dict[str, torch.Tensor]:
+    """Train the second stage alone. The first one has no update that could be within a round."""
+    module, train, _ = build("boring")
+    module.layer[:2].requires_grad_(False)
+    strategy = PipelineStrategy(
+        stages=2,
+        microbatches=2,
+        schedule="1f1b",
+        split_at=["layer.2"],
+        timeout=60,
+        sync={"mode": "local", "every": every},
+    )
+    options = {**QUIET, "use_distributed_sampler": True, "max_steps": 4, "limit_val_batches": 0}
+    L.Trainer(strategy=strategy, devices=4, **options).fit(module, train)
+    return _values(module)
+
+
+@pytest.mark.slow
+def test_a_stage_that_trains_nothing_is_in_the_round_of_the_others() -> None:
+    found = run_ranks(4, _two_places, 3, timeout=150)
+    for stage in range(2):
+        assert found[stage].keys() == found[2 + stage].keys() and found[stage]
+        assert all(torch.equal(values, found[2 + stage][name]) for name, values in found[stage].items())
+
+
 def _refused(what: str) -> str:
     module, train, _ = build("gpt")
     options: dict[str, Any] = {"callbacks": [WeightEMA(0.5)]} if what == "average" else {"sync_batchnorm": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipepart.cost.cluster import Cluster, DeviceKind, LinkKind, Node
+from pipepart.errors import PlanError
 from pipepart.planning import Plan, PlanOptions, plan
 from pipepart.planning.entry import Target, layout_of
 from pipepart.planning.sync_choice import chosen_sync
@@ -99,6 +101,13 @@ def _auto(network: float, **options: Any) -> Plan:
         **options,
     }
     return plan(Net(), BATCH, cost="analytic", **given)
+
+
+def test_a_choice_that_is_none_is_refused() -> None:
+    made = _auto(1e12)
+    for sync in ("no json", "[3]", '"local"', '{"mode": "mean", "every": 3}'):
+        with pytest.raises(PlanError, match="sync of the plan is"):
+            chosen_sync(replace(made, sync=sync))
 
 
 def test_auto_chooses_by_price_and_memory(tmp_path: Path) -> None:

@@ -63,6 +63,22 @@ def test_two_halves_equal_the_whole(name: str) -> None:
         torch.testing.assert_close(parameter.grad, 2 * gradient)
 
 
+def test_hooks_of_parameters_change_their_gradients() -> None:
+    layer, x = nn.Linear(5, 7), torch.ones(4, 5)
+    model, graph = _graph(layer, x)
+    layer.weight.register_hook(lambda gradient: 3 * gradient)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    assert defer_weights(graph) == 1
+    with deferring() as work:
+        graph(x)[0].backward()
+    for piece in work:
+        piece()
+    for parameter, gradient in zip(model.parameters(), expected):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 @pytest.mark.skipif(not usable("bfloat16"), reason="this processor has no products of this dtype")
 @pytest.mark.parametrize("name", LAYERS)
 def test_two_halves_under_autocast_equal_the_layer_under_autocast(name: str) -> None:

@@ -117,6 +117,19 @@ def test_a_series_may_be_left_and_others_may_run_meanwhile() -> None:
     run_ranks(3, _left_and_begun_again)
 
 
+def _updated_inside() -> None:
+    pipe = _plain()
+    for _ in pipe.evaluations((torch.rand(8, 8),) for _ in range(6)):
+        with torch.no_grad():
+            next(pipe.parameters()).mul_(2.0)
+
+
+@pytest.mark.slow
+def test_parameters_that_change_inside_the_loop_are_refused() -> None:
+    with pytest.raises(RanksFailed, match="parameters have changed while 2 batches of `evaluations` were under way"):
+        run_ranks(3, _updated_inside, timeout=120)
+
+
 def _slow_at_the_end(transport: Any) -> tuple[int, int]:
     """The segments of shared memory that this rank has made, and the micro-batches that may be under way."""
     pipe, forward = _plain(transport), Program.forward

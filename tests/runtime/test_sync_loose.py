@@ -13,6 +13,7 @@ from support.reference import assert_close
 from torch import nn
 
 from pipepart import Pipeline
+from pipepart.runtime.sync.replica_sums import summed
 
 STEPS = 5
 EVERY = 2
@@ -142,6 +143,20 @@ def test_rounds_equal_processes_that_train_alone_and_average(mode: str, stages: 
                 assert_close(f"in the state dict: {name}", values, mean[name])
         assert bool(found["whole"]) == (rank == 0)
         assert found["updates"] == {}
+
+
+def _sums() -> list[torch.Tensor]:
+    """The sums of one tensor over three replicas, on two stages where others stand around it."""
+    torch.manual_seed(dist.get_rank())
+    tied, others = torch.randn(1001), [torch.randn(300), torch.randn(2000)]
+    stages = [[tied, *others], [others[1], tied]]
+    return [dict(summed(tensors, dist.group.WORLD, {place}))[place] for place, tensors in enumerate(stages)]
+
+
+@pytest.mark.slow
+def test_copies_of_a_tied_parameter_stay_equal_on_their_stages() -> None:
+    for first, second in run_ranks(3, _sums):
+        assert torch.equal(first, second), "the order of additions must not depend on the other parameters of a stage"
 
 
 def _alone() -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ from torch import nn
 
 from pipepart import Pipeline
 
-STEPS = 7
+STEPS = 8
+"""So many that a replica makes all updates that it may make without the token in the first half, and waits for it."""
 SLOW = 0.1
 """Seconds that the slow replica sleeps in each step."""
 
@@ -94,6 +95,40 @@ def test_every_update_is_added_once_and_none_is_too_old(
         held = [found[stage_of * stages + stage]["before"] for stage in range(stages)]
         for name in set.intersection(*map(set, held)):
             assert all(torch.equal(held[0][name], other[name]) for other in held)
+
+
+def _half_frozen() -> dict[str, Any]:
+    replica, model = dist.get_rank() // 2, _model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("blocks.1"))
+    cut: dict[str, Any] = {"schedule": "1f1b", "split_at": ["blocks.1"]}
+    pipe = Pipeline(model, GPT.batch(4), stages=2, microbatches=2, sync="ring", timeout=60, **cut)
+    named = dict(pipe.named_parameters())
+    begin = {name: p.detach().clone() for name, p in named.items()}
+    optimizer = torch.optim.SGD(named.values(), lr=0.05)
+    probe = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    updates = _Updates(optimizer, named)
+    torch.manual_seed(10 + replica)
+    for _ in range(4):
+        pipe.step(*GPT.batch(4))
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            probe.step()  # of something else, which no other rank has
+    pipe.average_replicas()
+    end = {name: p.detach().clone() for name, p in named.items()}
+    return {"begin": begin, "sums": updates.sums, "end": end, "seen": dict(pipe.staleness)}
+
+
+@pytest.mark.slow
+def test_a_stage_that_trains_nothing_goes_with_the_others() -> None:
+    found = run_ranks(4, _half_frozen, timeout=150)
+    for rank, result in enumerate(found):
+        assert result["seen"], "the token has come"
+        for name, begin in result["begin"].items():
+            expected = begin + sum(other["sums"][name] for other in found[rank % 2 :: 2]) / 2
+            assert_close(f"rank {rank}: {name}", result["end"][name], expected)
+            assert name.startswith("blocks.1") or torch.equal(expected, begin)
 
 
 def test_one_replica_is_plain_training() -> None:

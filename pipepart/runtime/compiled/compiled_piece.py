@@ -60,9 +60,9 @@ class CompiledPiece:
             return
         state = (
             tuple(self._places),
-            tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in self._tensors),
+            tuple((tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad) for t in self._tensors),
             tuple(_plain(site.value) for site in self._values),
-            tuple(tuple(v for v in vars(module).values() if isinstance(v, _PLAIN)) for module in self._modules),
+            tuple(tuple(v for v in vars(module).values() if _is_plain(v)) for module in self._modules),
         )
         self._state = self._states.setdefault(state, len(self._states))
 
@@ -148,3 +148,8 @@ def _is_special(tensor: torch.Tensor) -> bool:
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an attribute of a module is a number, a text, or a tuple of them, as a stride is."""
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(isinstance(part, _PLAIN) for part in value))

@@ -16,6 +16,7 @@ from pipepart.recording import Chunk
 from pipepart.recording.recorded_run import intrinsics
 from pipepart.runtime.compiled.chunk_pieces import Apart, is_watched
 from pipepart.runtime.compiled.compiled_chunk import CompiledChunk
+from pipepart.runtime.compiled.inductor import check_settings
 from pipepart.runtime.randomness import RandomState, recomputing
 
 __all__ = ["CompiledStage", "compiled_chunks"]
@@ -88,4 +89,7 @@ def compiled_chunks(chunks: Sequence[Chunk], options: Options, halves: bool) -> 
     With `halves`, the schedule divides backward into two halves.
     """
     settings = options.compile_settings
-    return CompiledStage(chunks, settings, options, halves) if settings is not None else None
+    if settings is None:
+        return None
+    check_settings(settings)
+    return CompiledStage(chunks, settings, options, halves)

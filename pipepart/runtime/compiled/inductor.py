@@ -6,6 +6,7 @@ frontend of `torch.compile` is not used, since a chunk is a graph already.
 
 from __future__ import annotations
 
+import difflib
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -16,11 +17,27 @@ import torch
 import torch.fx as fx
 from torch import nn
 
+from pipepart.errors import ConfigError
 from pipepart.planning.compile_mode import CompileSettings
 from pipepart.runtime.compiled.numbered_draws import CannotCompile, decompositions, numbered_draws
 from pipepart.runtime.compiled.weight_split import HalvedBackward, halve
+from pipepart.values import shortened
 
-__all__ = ["compiled_function"]
+__all__ = ["check_settings", "compiled_function"]
+
+
+def check_settings(settings: CompileSettings) -> None:
+    """Refuse settings that inductor does not have."""
+    if not settings.config:
+        return
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    for name in settings.config:
+        if name not in known:
+            near = difflib.get_close_matches(name[:80], list(known), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ". torch._inductor.config lists all of them."
+            raise ConfigError(f"compile: options has {shortened(name)}, which is no setting of inductor{hint}")
 
 
 def compiled_function(
@@ -54,9 +71,7 @@ def compiled_function(
 
     threads = max(1, (os.cpu_count() or 1) // _processes_here())
     with ExitStack() as stack:
-        stack.enter_context(
-            of_inductor.patch({"fallback_random": True, "compile_threads": threads, **_known(settings, of_inductor)})
-        )
+        stack.enter_context(of_inductor.patch({"fallback_random": True, "compile_threads": threads, **settings.config}))
         # Two halves read the values that are saved for backward, so neither may use their memory for others.
         stack.enter_context(of_autograd.patch(donated_buffer=False, enable_autograd_cache=False))
         stack.enter_context(numbered_draws())
@@ -70,15 +85,6 @@ def compiled_function(
             decompositions=decompositions(),
         )
     return made
-
-
-def _known(settings: CompileSettings, config: Any) -> dict[str, Any]:
-    """Return the settings for inductor. An unknown one is an error that names it."""
-    known = config.get_config_copy()
-    for name in settings.config:
-        if name not in known:
-            raise CannotCompile(f"inductor has no setting {name!r}")
-    return dict(settings.config)
 
 
 def _processes_here() -> int:

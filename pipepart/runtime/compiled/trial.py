@@ -24,7 +24,7 @@ GAIN = 0.03
 
 
 class Trial:
-    """The decision of one run. All replicas come to the same one."""
+    """The decision of one run, on the first stage. All replicas come to the same one."""
 
     def __init__(self) -> None:
         self.chosen: bool | None = None

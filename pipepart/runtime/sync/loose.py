@@ -6,7 +6,7 @@ write a checkpoint and at the end of training there is one set of parameters: th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,17 @@ class LooseReplicas:
     """The name of the mode."""
 
     def __init__(
-        self, group: dist.ProcessGroup, replicas: int, named: Callable[[], Mapping[str, nn.Parameter]]
+        self,
+        group: dist.ProcessGroup,
+        replicas: int,
+        named: Callable[..., Mapping[str, nn.Parameter]],
+        tied: Collection[str] = (),
     ) -> None:
-        """`group`: the copies of this stage; `named` returns the parameters of this stage by name."""
-        self.group, self.replicas, self._named = group, replicas, named
+        """`group`: the copies of this stage; `named` returns the parameters of this stage by name, or with True all of them.
+
+        `tied`: the parameters of which other stages have copies.
+        """
+        self.group, self.replicas, self._named, self._tied = group, replicas, named, frozenset(tied)
         self.own_groups: list[dist.ProcessGroup] = []
         """The process groups that this mode has made."""
         self._aside: dict[str, torch.Tensor] | None = None
@@ -78,9 +85,15 @@ class LooseReplicas:
         self.begin_anew()
 
     def _take_mean(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        chosen = list(parameters.values())
-        for place, total in summed(chosen, self.group):
-            chosen[place].copy_(total.div_(self.replicas))
+        for name, total in self._summed(parameters):
+            parameters[name].copy_(total.div_(self.replicas))
+
+    def _summed(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the sum of each tensor over the replicas, by name. Sums of tied parameters are equal on all their stages."""
+        names = list(tensors)
+        alone = {place for place, name in enumerate(names) if name in self._tied}
+        for place, total in summed(list(tensors.values()), self.group, alone):
+            yield names[place], total
 
     @property
     def own_values(self) -> dict[str, torch.Tensor]:
@@ -101,7 +114,7 @@ class LooseReplicas:
 
     @property
     def in_step(self) -> bool:
-        """Whether the replicas have equal parameters now. All of them find the same."""
+        """Whether the replicas have equal parameters now. All of them find the same, and all stages of a Trainer do."""
         raise NotImplementedError
 
     def before_update(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -85,7 +85,7 @@ def neighbours(groups: Groups, size: int, backend: str) -> dist.ProcessGroup:
 
 
 def loose_replicas(
-    mode: SyncMode, groups: Groups, named: Callable[[], Mapping[str, nn.Parameter]]
+    mode: SyncMode, groups: Groups, tied: set[str], named: Callable[..., Mapping[str, nn.Parameter]]
 ) -> LooseReplicas | None:
     """Return the exchange of parameters between replicas that make updates of their own; None in other modes.
 
@@ -94,5 +94,5 @@ def loose_replicas(
     if groups.copies is None or not mode.apart:
         return None
     if mode.mode == "ring":
-        return ReplicaRing(groups, named, mode.staleness)
-    return ReplicaAverage(groups.copies, groups.mesh.replicas, named, mode)
+        return ReplicaRing(groups, named, mode.staleness, tied)
+    return ReplicaAverage(groups.copies, groups.mesh.replicas, named, mode, tied)

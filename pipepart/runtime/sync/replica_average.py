@@ -13,7 +13,7 @@ same sums, so they have equal parameters after it. Each replica keeps the states
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch import nn
 
 from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.sync.loose import LooseReplicas
-from pipepart.runtime.sync.replica_sums import summed
 
 __all__ = ["ReplicaAverage"]
 
@@ -36,13 +35,17 @@ class ReplicaAverage(LooseReplicas):
         self,
         group: dist.ProcessGroup,
         replicas: int,
-        named: Callable[[], Mapping[str, nn.Parameter]],
+        named: Callable[..., Mapping[str, nn.Parameter]],
         mode: SyncMode,
+        tied: Collection[str] = (),
     ) -> None:
-        super().__init__(group, replicas, named)
+        super().__init__(group, replicas, named, tied)
         self._mode = mode
         self.updates: dict[str, int] = {}
-        """The updates of each parameter in its round. Parameters of several optimizers may be in different places."""
+        """The updates of each parameter in its round. Parameters of several optimizers may be in different places.
+
+        Under a Trainer each rank has the optimizers of the whole model, so parameters of other stages are counted, too.
+        """
         self._begin: dict[str, torch.Tensor] = {}
         """With an outer optimizer: the parameters at the beginning of the round."""
         self._momentum: dict[str, torch.Tensor] = {}
@@ -60,30 +63,30 @@ class ReplicaAverage(LooseReplicas):
 
     @torch.no_grad()
     def after_update(self, parameters: Iterable[torch.Tensor]) -> None:
-        changed = self._of(parameters)
+        wanted = {id(p) for p in parameters}
+        changed = [name for name, p in self._named(True).items() if p.requires_grad and id(p) in wanted]
         for name in changed:
             self.updates[name] = self.updates.get(name, 0) + 1
-        due = {name: p for name, p in changed.items() if self.updates[name] >= self._mode.every}
-        if not due:
-            return
+        ended = [name for name in changed if self.updates[name] >= self._mode.every]
+        held = self.trained() if ended else {}
+        due = {name: held[name] for name in ended if name in held}
         if self._mode.outer is None:
             self._take_mean(due)
         else:
             self._outer_step(due)
-        for name in due:
+        for name in ended:
             self.updates[name] = 0
 
     def _outer_step(self, due: Mapping[str, nn.Parameter]) -> None:
-        names, chosen = list(due), list(due.values())
         lr, momentum = self._mode.outer_lr, self._mode.outer_momentum
-        for place, total in summed(chosen, self.group):
-            begin = self._begin[names[place]]
+        for name, total in self._summed(due):
+            begin = self._begin[name]
             difference = begin - total.div_(self.replicas)
-            kept = self._momentum.get(names[place])
+            kept = self._momentum.get(name)
             kept = difference.clone() if kept is None else kept.mul_(momentum).add_(difference)
-            self._momentum[names[place]] = kept
+            self._momentum[name] = kept
             begin.sub_(difference.add_(kept, alpha=momentum), alpha=lr)
-            chosen[place].copy_(begin)
+            due[name].copy_(begin)
 
     def begin_anew(self) -> None:
         self.updates, self._begin, self._momentum = {}, {}, {}
@@ -93,8 +96,8 @@ class ReplicaAverage(LooseReplicas):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own = self.trained()
-        self.updates = {name: int(count) for name, count in state.get("updates", {}).items() if name in own}
+        own, known = self.trained(), self._named(True)
+        self.updates = {name: int(count) for name, count in state.get("updates", {}).items() if name in known}
         self._begin, self._momentum = (
             {name: values.to(own[name], copy=True) for name, values in state.get(key, {}).items() if name in own}
             for key in ("begin", "momentum")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +35,7 @@ from pipepart.runtime.mesh import Groups, connect, own_group
 from pipepart.runtime.strangers import closed_to_strangers
 from pipepart.runtime.sync.buckets import as_real
 from pipepart.runtime.sync.loose import LooseReplicas
-from pipepart.runtime.sync.replica_sums import summed, vectors
+from pipepart.runtime.sync.replica_sums import vectors
 
 __all__ = ["ReplicaRing"]
 
@@ -84,10 +84,16 @@ class ReplicaRing(LooseReplicas):
 
     mode = "ring"
 
-    def __init__(self, groups: Groups, named: Callable[[], Mapping[str, nn.Parameter]], staleness: int) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        named: Callable[..., Mapping[str, nn.Parameter]],
+        staleness: int,
+        tied: Collection[str] = (),
+    ) -> None:
         """All ranks must call it together. `staleness`: the rounds that the parameters of an update may be old."""
         assert groups.copies is not None
-        super().__init__(groups.copies, groups.mesh.replicas, named)
+        super().__init__(groups.copies, groups.mesh.replicas, named, tied)
         self._groups, self._replica = groups, groups.replica
         self.most = staleness * self.replicas
         """The updates that a replica makes between two visits of the token, at most."""
@@ -170,7 +176,12 @@ class ReplicaRing(LooseReplicas):
 
     @property
     def _is_here(self) -> bool:
-        """Whether the token is here. The first visit is that of replica 0, which all replicas know."""
+        """Whether the token is here. The first visit is that of replica 0, which all replicas know.
+
+        A stage that trains nothing has no part of the token, and goes with the other stages.
+        """
+        if not self._layout:
+            return True
         return self._left.ended if self._left.busy else not self._visits and not self._replica
 
     def _expect(self, own: Mapping[str, nn.Parameter]) -> None:
@@ -255,13 +266,13 @@ class ReplicaRing(LooseReplicas):
         all_here.wait()
 
     def _add_up(self, own: Mapping[str, nn.Parameter], token: list[torch.Tensor] | None) -> None:
-        values = list(own.values())
-        terms = [(p - self._base[name]).div_(self.replicas) for name, p in own.items()]
+        names, values = list(own), list(own.values())
+        terms = {name: (p - self._base[name]).div_(self.replicas) for name, p in own.items()}
         for number, places in enumerate(self._layout if token is not None else ()):
             for place, part in zip(places, token[number].split([values[i].numel() for i in places])):  # type: ignore[index]
-                terms[place].add_(part.view(values[place].shape))
-        for place, total in summed(terms, self.group):
-            values[place].copy_(total)
+                terms[names[place]].add_(part.view(values[place].shape))
+        for name, total in self._summed(terms):
+            own[name].copy_(total)
 
     def hide_mean(self) -> None:
         """Do nothing: all replicas go on with equal parameters."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipepart import Pipeline
+from pipepart.errors import ConfigError
 from pipepart.runtime.compiled import NotCompiled
 
 EAGER = {"backend": "aot_eager"}
@@ -84,6 +85,13 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         run({**EAGER, "fullgraph": True})
 
 
+def test_settings_that_inductor_does_not_have_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="'max_autotun', which is no setting of inductor; did you mean 'max_autotune'"
+    ):
+        run({"options": {"max-autotun": True}})
+
+
 @pytest.mark.slow
 def test_layers_with_hooks_run_as_they_are() -> None:
     torch.set_num_threads(1)
@@ -95,6 +103,24 @@ def test_layers_with_hooks_run_as_they_are() -> None:
     with pytest.warns(NotCompiled, match="a hook"):
         pipe.step(x)
     assert len(seen) == 2
+
+
+@pytest.mark.slow
+def test_attributes_of_layers_that_are_tuples_are_read_at_each_step() -> None:
+    def trained(compile: Any) -> list[Any]:
+        torch.set_num_threads(1)
+        torch.manual_seed(2)
+        conv = nn.Conv1d(3, 3, 3, padding=1)
+        model = nn.Sequential(conv, nn.GELU(), nn.Conv1d(3, 3, 1), nn.GELU(), nn.Flatten(), nn.Linear(15, 1)).double()
+        x = torch.arange(60.0, dtype=torch.float64).reshape(4, 3, 5) / 60
+        pipe = Pipeline(model, (x,), stages=1, microbatches=2, schedule="gpipe", compile=compile)
+        found = [pipe.evaluate(x)]
+        conv.padding, conv.dilation = (2,), (2,)
+        return [*found, pipe.evaluate(x)]
+
+    expected = trained(False)
+    assert not torch.allclose(*expected)
+    torch.testing.assert_close(trained(EAGER), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.slow

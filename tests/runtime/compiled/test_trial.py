@@ -94,6 +94,14 @@ def test_equal_in_both_forms() -> None:
 
 
 @pytest.mark.slow
+def test_the_host_waits_for_the_device_in_the_trial_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+    monkeypatch.setattr("pipepart.runtime.program.synchronize", waits.append)
+    trained("auto", 0.0)
+    assert len(waits) == 1 + 2 * PAIRS
+
+
+@pytest.mark.slow
 def test_all_stages_follow_the_first_one() -> None:
     for found, compiled, _ in run_ranks(2, trained, "auto", 0.0, timeout=600):
         assert compiled > 0
