@@ -22,10 +22,10 @@ CUTS = ["layers.2", "layers.4", "layers.6"]
 class Net(nn.Module):
     """Layers of one size; two of them in different chunks of a stage are tied, and one is frozen."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied: bool = True, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)).double()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS)).double()
         if tied:
             self.layers[4].weight = self.layers[0].weight
             self.layers[3].weight.requires_grad_(False)
@@ -36,8 +36,8 @@ class Net(nn.Module):
         return F.mse_loss(x, y)
 
 
-def _batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(size, WIDTH, dtype=torch.float64), torch.randn(size, WIDTH, dtype=torch.float64)
+def _batch(size: int, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, width, dtype=torch.float64), torch.randn(size, width, dtype=torch.float64)
 
 
 def _batches() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -100,32 +100,32 @@ def test_several_chunks_of_a_stage_and_a_batch_of_one_sample(gather: str, schedu
     assert all(not result["state"] for result in found[1:])
 
 
-def _tensors() -> dict[int, int]:
-    """The bytes of the memory of all tensors of this process."""
+def _tensors() -> dict[int, torch.UntypedStorage]:
+    """The memory of all tensors of this process."""
     gc.collect()
-    found: dict[int, int] = {}
+    found: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor) and not thing.is_meta:
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None:
                     storage = tensor.untyped_storage()
-                    found[storage._cdata] = storage.nbytes()
+                    found[storage._cdata] = storage
     return found
 
 
 def _memory() -> dict[str, Any]:
     before = _tensors()
-    pipe = Pipeline(Net(tied=False), _batch(8), stages=1, microbatches=2, sync="fsdp")
+    pipe = Pipeline(Net(False, 64), _batch(8, 64), stages=1, microbatches=2, sync="fsdp")
     stepping = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     for _ in range(2):
         stepping.zero_grad()
-        pipe.step(*_batch(8))
+        pipe.step(*_batch(8, 64))
         stepping.step()
     own = {name: p for name, p in pipe.named_parameters() if not p.is_meta}
     with torch.no_grad():  # an update by hand, where there are gradients: replicas borrow its result
         for parameter in own.values():
             parameter.copy_(torch.full_like(parameter, float(dist.get_rank() + 1)))
-    held = sum(size for key, size in _tensors().items() if key not in before)
+    held = sum(storage.nbytes() for key, storage in _tensors().items() if key not in before)
     with pipe.whole_parameters():
         values = {name: p.unique().tolist() for name, p in pipe.named_parameters()}
     return {"held": held, "own": sorted(own), "values": values}
@@ -134,7 +134,7 @@ def _memory() -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_rank_keeps_its_share_of_parameters_gradients_and_states() -> None:
     found = run_ranks(2, _memory)
-    whole = 4 * LAYERS * WIDTH * WIDTH * 8  # a parameter, its gradient, and two numbers of Adam
+    whole = 4 * LAYERS * 64 * 64 * 8  # a parameter, its gradient, and two numbers of Adam
     for result in found:
         assert 0.45 * whole < result["held"] <= 0.55 * whole
         assert len(result["own"]) == LAYERS // 2

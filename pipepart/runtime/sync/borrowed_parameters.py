@@ -16,12 +16,13 @@ them needs all values at another point (it records a step again), the others sen
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, ParamSpec
 
 import torch
 from torch import nn
@@ -35,11 +36,23 @@ from pipepart.schedule import Visit, visits_of
 
 __all__ = ["BorrowedParameters"]
 
+_P = ParamSpec("_P")
 _STEP, _ALL = 0, 1
 """What a replica is about to do: a step, or something that needs all values."""
 _Reason = Literal["whole", "evaluation", "gradients"]
 _TOGETHER = 2**20
 """Bytes up to which parameters travel together; a larger one travels from and into its own memory."""
+
+
+def _outside_inference(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Run a method as in a training step: tensors that are made in the inference mode of an evaluation cannot be trained."""
+
+    @functools.wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            method(*args, **kwargs)
+
+    return run
 
 
 class BorrowedParameters:
@@ -74,6 +87,7 @@ class BorrowedParameters:
 
     # ---- rest
 
+    @_outside_inference
     def rest(self) -> None:
         """Give everything back: parameters of other replicas become foreign, unless they are shown. Needs no other replica."""
         if self.shown or self._inside or self._away:
@@ -86,6 +100,7 @@ class BorrowedParameters:
             self._away[name] = become(parameter, self._place(name))
         self._all_here = False
 
+    @_outside_inference
     def abandon(self) -> None:
         """Make parameters of other replicas foreign after a failure: transfers under way keep their memory."""
         if not self._away:
@@ -155,7 +170,7 @@ class BorrowedParameters:
 
     # ---- all values
 
-    @torch.no_grad()
+    @_outside_inference
     def _bring(self) -> None:
         if self._all_here:
             return
@@ -196,6 +211,7 @@ class BorrowedParameters:
 
     # ---- steps
 
+    @_outside_inference
     def open(self) -> None:
         """Begin a step: parameters of other replicas become plain ones, whose values come later. Needs no other replica."""
         if self._inside or "whole" in self._shown:
@@ -207,24 +223,21 @@ class BorrowedParameters:
         self.rest()
         self._wake()
 
-    @torch.no_grad()
+    @_outside_inference
     def begin(self, chunks: Sequence[int], names: Mapping[int, Sequence[str]]) -> None:
         """Begin the actions of a step, which have these `chunks`; `names`: the parameters of each chunk."""
-        order = {chunk: [name for name in self._owners if name in set(own)] for chunk, own in names.items()}
+        used = {chunk: set(own) for chunk, own in names.items()}
+        order = {chunk: [name for name in self._owners if name in own] for chunk, own in used.items()}
         visits = visits_of(chunks, order, self._once)
         text = repr((list(chunks), [visit.borrowed for visit in visits]))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        if self._agree(_STEP, digest):
-            self._visits.extend(visits)
-            self._set_off()
-        else:
+        if not self._agree(_STEP, digest):
             self._bring_all()
+        elif visits:
+            self._visits.extend(visits)
+            self._coming.append(self._borrow(visits[0].borrowed))
 
-    def _set_off(self) -> None:
-        if self._visits:
-            self._coming.append(self._borrow(self._visits[0].borrowed))
-
-    @torch.no_grad()
+    @_outside_inference
     def before(self, place: int) -> None:
         """Have the parameters for the action at this place, and let those of the next visit set off."""
         if not self._visits or self._visits[0].first != place:
@@ -238,15 +251,6 @@ class BorrowedParameters:
         """Give back what is not needed after the action at this place."""
         if self._visits and self._visits[0].last == place:
             self._return(self._visits.popleft().returned)
-
-    @property
-    def bytes_here(self) -> int:
-        """The bytes of the parameters whose values are on this rank."""
-        named, own = self._named(), 0
-        for name, parameter in named.items():
-            if self._owners[name] == self._groups.replica:
-                own += parameter.numel() * parameter.element_size()
-        return own + sum(storage.nbytes() for storage, _ in self._storages.values())
 
 
 def _check(named: Mapping[str, nn.Parameter]) -> None:
