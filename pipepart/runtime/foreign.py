@@ -145,7 +145,7 @@ class ForeignTensor(torch.Tensor):
     def grad(self) -> Any:  # type: ignore[override]
         """None, since gradients are on the stage of the values, unless a follower brings it. Optimizers skip None."""
         frame: Any = sys._getframe(1)
-        while frame.f_code.co_name.startswith("<"):  # the frame of a comprehension
+        while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # the frame of a comprehension
             frame = frame.f_back
         found = None if _follower is None else _follower.gradient(self, frame)
         if found is not None:
