@@ -87,7 +87,8 @@ class Options(PlanOptions):
         """Refuse what needs parameters that stay where they are, if replicas borrow them from each other."""
         if self.sync_mode.mode != "fsdp":
             return
-        for name, given, fine in (("compile", self.compile, False), ("batch_norm", self.batch_norm, "microbatch")):
+        unsuited = {"compile": (self.compile, False), "batch_norm": (self.batch_norm, "microbatch")}
+        for name, (given, fine) in {**unsuited, "verify": (self.verify, False)}.items():
             if given != fine:
                 raise ConfigError(
                     f"{name}={shortened(given)} is not supported with sync='fsdp', whose parameters come and go during a step. "

@@ -279,8 +279,12 @@ INVALID = [
     ),
     ({"sync": {"inside": 2, "between": "local", "size": 2}}, "sync.inside=2 is not the name of a mode inside a group"),
     ({"sync": {"mode": "mean", "every": 8}}, "sync.every is a setting of the mode 'local', got mode='mean'"),
-    ({"sync": {"mode": "sharded", "gather": "step"}}, "sync.gather is a setting of the mode 'fsdp', got mode='sharded'"),
+    (
+        {"sync": {"mode": "sharded", "gather": "step"}},
+        "sync.gather is a setting of the mode 'fsdp', got mode='sharded'",
+    ),
     ({"compile": True, "sync": "fsdp"}, "compile=True is not supported with sync='fsdp'"),
+    ({"verify": True, "sync": "fsdp"}, "verify=True is not supported with sync='fsdp'"),
     ({"batch_norm": "batch", "sync": "fsdp"}, "batch_norm='batch' is not supported with sync='fsdp'"),
     ({"sync": {"mode": "ring", "staleness": 0}}, "sync.staleness must be a whole number of at least 1, got 0"),
     ({"sync": {"mode": "local", "every": 0}}, "sync.every must be a whole number of at least 1, got 0"),

@@ -50,13 +50,15 @@ def _run(
     shape: str, sync: Any, folder: str, epochs: int, resume: str | None = None, save: str | None = None, **more: Any
 ) -> dict[str, Any]:
     stages, devices = SHAPES[shape]
-    module, train, _ = build("gpt")
+    module, train, val = build("gpt")
     notes = more.pop("notes", Losses)()
     strategy = PipelineStrategy(stages=stages, microbatches=3, sync=sync, sharded=more.pop("sharded", False))
     callbacks = [notes, *([WeightEMA(0.5)] if more.pop("average", False) else [])]
     options = {**QUIET, "default_root_dir": folder, "limit_val_batches": 0, "gradient_clip_val": 0.5, **more}
     trainer = L.Trainer(strategy=strategy, devices=devices, max_epochs=epochs, callbacks=callbacks, **options)
-    trainer.fit(module, train, ckpt_path=resume)
+    evaluates = options["limit_val_batches"] > 0
+    trainer.fit(module, train, val if evaluates else None, ckpt_path=resume)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
     if save is not None:
         trainer.save_checkpoint(save)
     own = sum(
@@ -70,6 +72,7 @@ def _run(
         "norms": getattr(notes, "norms", []),
         "step": trainer.global_step,
         "share": own / whole,
+        "metrics": metrics,
     }
 
 
@@ -132,8 +135,10 @@ def test_replicas_that_keep_shares_write_and_read_all_checkpoints(tmp_path) -> N
     half = _on("1x2", "fsdp", str(tmp_path), 1, save=plain, **options)
     assert sum(result["share"] for result in half) == pytest.approx(1.0)
     _assert_equal(_run("1", "mean", str(tmp_path), 2, plain, **options), whole, 3)
+    assert whole["metrics"]
     for result in _on("2x2", "fsdp", str(tmp_path), 2, plain, save=folder, sharded=True, **options):
         _assert_equal(result, whole, 3)
+        assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-8)
     ended, saved = (torch.load(path, weights_only=True)["state_dict"] for path in (_plain(folder), plain))
     assert ended.keys() == saved.keys() and any(not torch.equal(ended[name], saved[name]) for name in saved)
     for result in _on("1x2", "sharded", str(tmp_path), 2, folder, sharded=True, **options):

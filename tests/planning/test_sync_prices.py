@@ -119,7 +119,9 @@ def test_auto_chooses_by_price_and_memory(tmp_path: Path) -> None:
     several: dict[str, Any] = {"depth": 8, "stages": 2, "replicas": 2, "chunks": 4, "recompute": False}
     several |= {"schedule": "interleaved", "microbatches": 4}
     states = max(memory.total for memory in _auto(1e12, sync="sharded", **several).memory)
-    tight = _auto(1e12, memory_limit=states - 64 * 64 * 4 * 0.9, **several)  # a chunk has one layer; half of two is away
+    tight = _auto(
+        1e12, memory_limit=states - 64 * 64 * 4 * 0.9, **several
+    )  # a chunk has one layer; half of two is away
     assert chosen_sync(tight) == "fsdp" and gather_of(SyncMode.of("fsdp"), tight).gather == "microbatch"
     assert gather_of(SyncMode.of("fsdp"), _auto(1e12, sync="fsdp", **several)).gather == "step"
     assert chosen_sync(_auto(1e6, stages=4, replicas=1)) == "mean"

@@ -74,6 +74,7 @@ LONG = {
     "tests/faults/test_every_place.py::test_all_ranks_end_and_name_the_cause[kill in gradients of sharded]",
     "tests/faults/test_every_place.py::test_all_ranks_end_and_name_the_cause[raise in parameters of master]",
     "tests/lightning/test_loss_scaling.py::test_one_decision_for_stages_and_replicas[True-master]",
+    "tests/lightning/test_loss_scaling.py::test_one_decision_for_stages_and_replicas[False-fsdp]",
     "tests/lightning/test_sync_fit.py::test_each_rank_writes_the_states_that_it_has",
     "tests/lightning/test_sync_fit.py::test_hooks_see_all_gradients_and_accumulated_batches_count",
     "tests/lightning/test_sync_fit.py::test_replicas_that_keep_shares_write_and_read_all_checkpoints",
