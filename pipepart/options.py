@@ -74,6 +74,7 @@ class Options(PlanOptions):
         if not isinstance(self.plan, (Plan, str, Path, type(None))):
             raise PlanError(f"plan must be a Plan or the path of a file with one, got {type(self.plan).__name__}")
         super().__post_init__()
+        self._check_borrowing()
         try:
             plan = Plan.load(self.plan) if isinstance(self.plan, (str, Path)) else self.plan
         except ValueError as error:  # an invalid path
@@ -81,6 +82,18 @@ class Options(PlanOptions):
         if plan is not None:
             for name, value in {"plan": plan, "stages": plan.stages, "replicas": plan.replicas}.items():
                 object.__setattr__(self, name, value)
+
+    def _check_borrowing(self) -> None:
+        """Refuse what needs parameters that stay where they are, if replicas borrow them from each other."""
+        if self.sync_mode.mode != "fsdp":
+            return
+        unsuited = {"compile": (self.compile, False), "batch_norm": (self.batch_norm, "microbatch")}
+        for name, (given, fine) in {**unsuited, "verify": (self.verify, False)}.items():
+            if given != fine:
+                raise ConfigError(
+                    f"{name}={shortened(given)} is not supported with sync='fsdp', whose parameters come and go during a step. "
+                    f"Use {name}={fine!r}, or sync='sharded', which divides gradients and optimizer states."
+                )
 
     @property
     def given_plan(self) -> Plan | None:

@@ -98,6 +98,12 @@ def _check(trainer: L.Trainer) -> None:
                 f"launcher.spare_state=neighbour keeps the weights in parts, and {name} writes averages in their place: use "
                 "pipepart.WeightEMA, or launcher.spare_state=null"
             )
+    strategy: Any = trainer.strategy
+    runtime = strategy._whole.runtime
+    if runtime is not None and runtime.parameters.borrowed is not None:
+        raise ConfigError(
+            "launcher.spare_state=neighbour is not supported with sync='fsdp': use sync='sharded', or launcher.spare_state=null"
+        )
     if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise ConfigError(
             "launcher.spare_state=neighbour is not for LBFGS, whose state is one vector over all parameters: use another "

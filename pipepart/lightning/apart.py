@@ -1,4 +1,7 @@
-"""Runs of a Trainer whose replicas make updates of their own (`sync="local"`, `"ring"`): what is evaluated, how they end."""
+"""Runs of a Trainer whose replicas make updates of their own (`sync="local"`, `"ring"`): what is evaluated, how they end.
+
+Evaluations of replicas that borrow parameters (`"fsdp"`) begin and end here, too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipepart.errors import ConfigError
 from pipepart.lightning.announce import tell
+from pipepart.lightning.divided_updates import check_borrowing
 from pipepart.lightning.strategy_options import StrategyOptions
 from pipepart.lightning.wholeness import Wholeness
 
@@ -37,6 +41,8 @@ class ReplicasApart(ParallelStrategy):
         module = self.lightning_module
         if module is not None and self._options.sync_mode.apart and self.mesh.replicas > 1:
             _check(module.trainer, self._options.sync_mode.mode)
+        if module is not None and self._options.sync_mode.mode == "fsdp" and self.mesh.replicas > 1:
+            check_borrowing(module.trainer, module)
         super().setup_environment()
 
     # ---- points at which replicas wait for each other
@@ -78,11 +84,35 @@ class ReplicasApart(ParallelStrategy):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
+        self._hold_all(True)
         self._show_mean(True)
 
     def on_validation_end(self) -> None:
         self._show_mean(False)
+        self._hold_all(False)
         super().on_validation_end()
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._hold_all(True)
+
+    def on_test_end(self) -> None:
+        self._hold_all(False)
+        super().on_test_end()
+
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._hold_all(True)
+
+    def on_predict_end(self) -> None:
+        self._hold_all(False)
+        super().on_predict_end()
+
+    def _hold_all(self, holds: bool) -> None:
+        """Replicas may have different numbers of batches, so what they borrow comes once for all of them."""
+        runtime = self._whole.runtime
+        if runtime is not None:
+            runtime.parameters.hold_all(holds)
 
     def _show_mean(self, shows: bool) -> None:
         runtime = self._whole.runtime

@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -99,7 +100,13 @@ class Checkpoints:
 
     def model_state(self, runtime: StageRuntime) -> dict[str, Any]:
         with runtime.parameters.mean_shown():
-            return runtime.parts.own_state_dict() if self._sharded() else runtime.parts.full_state_dict()
+            if not self._sharded():
+                return runtime.parts.full_state_dict()
+            state = runtime.parts.own_state_dict()
+            if runtime.parameters.loose is None and runtime.parameters.borrowed is None:
+                return state
+            # What is shown does not stay in the parameters.
+            return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer, runtime: StageRuntime) -> dict[str, Any]:
         wrapped: Any = optimizer

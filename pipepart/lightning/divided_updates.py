@@ -1,4 +1,6 @@
-"""Runs in which replicas divide the updates (`sync="sharded"`, `"master"`): each has gradients of what it updates only.
+"""Runs in which replicas divide the updates (`sync="sharded"`, `"fsdp"`, `"master"`).
+
+Each replica has the gradients of what it updates only.
 
 Hooks that read gradients between the backward and the update get those of all parameters of a stage, as with `sync="mean"`.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from pipepart.errors import ConfigError
 from pipepart.lightning.hook_rules import of_library
 from pipepart.lightning.namespaces import overridden
 from pipepart.lightning.run_patches import RunPatches
@@ -16,10 +19,29 @@ from pipepart.runtime import StageRuntime
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["follow_updates", "show_gradients"]
+__all__ = ["check_borrowing", "follow_updates", "show_gradients"]
 
 _READ = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 """Hooks between the backward and the update."""
+_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging", "WeightEMA")
+
+
+def check_borrowing(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse what reads parameters where replicas keep only their shares of them (`sync="fsdp"`)."""
+    instead = "Use sync='sharded', which divides gradients and optimizer states."
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if {kind.__name__ for kind in type(callback).__mro__} & set(_AVERAGES):
+            raise ConfigError(
+                f"{type(callback).__name__} averages all parameters of a stage after each update, and with sync='fsdp' a rank "
+                f"keeps its share of them only. {instead}"
+            )
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), which is not supported with "
+            f"sync='fsdp'. {instead}"
+        )
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise ConfigError(f"sync_batchnorm=True is not supported with sync='fsdp'. {instead}")
 
 
 def follow_updates(trainer: Trainer, module: LightningModule, runtime: StageRuntime, patches: RunPatches) -> None:

@@ -74,6 +74,7 @@ class FabricMethods(FabricCheckpoints, _Base):
                 f"sync={options.sync_mode.mode!r} is not supported under Fabric, whose checkpoints have no place for replicas "
                 "that make updates of their own. Use it in a Trainer or with pipepart.Pipeline, or use sync='mean'."
             )
+        _check_borrowing(options.sync_mode.mode == "fsdp")
         for option, default in (("example_batch", None), ("sharded", False)):
             if getattr(options, option) is not default:
                 raise ConfigError(
@@ -134,6 +135,7 @@ class FabricMethods(FabricCheckpoints, _Base):
 
     def _planned(self, runtime: StageRuntime) -> None:
         """Use a new plan. Every rank calls it. States of optimizers that were loaded before are kept for own parameters."""
+        _check_borrowing(runtime.parameters.borrowed is not None)  # by sync="auto", too
         self._whole.runtime = runtime
         runtime.seeds.seed = self.broadcast(torch.initial_seed())
         runtime.parameters.follows_optimizers = True
@@ -363,6 +365,15 @@ class FabricMethods(FabricCheckpoints, _Base):
 
     def teardown(self) -> None:
         super(RankCollectives, self).teardown()  # type: ignore[misc]
+
+
+def _check_borrowing(borrows: bool) -> None:
+    """Refuse replicas that keep their shares of parameters only."""
+    if borrows:
+        raise ConfigError(
+            "sync='fsdp' is not supported under Fabric, whose loops may read parameters between two steps. Use it in a Trainer "
+            "or with pipepart.Pipeline, or use sync='sharded'."
+        )
 
 
 class _NoSync:

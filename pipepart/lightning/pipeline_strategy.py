@@ -20,7 +20,7 @@ from pipepart.lightning.binding import BoundStrategy
 from pipepart.lightning.checkpoint_files import safe_by_default
 from pipepart.lightning.clipping import connect_clipping
 from pipepart.lightning.data import reopen, steps_ahead
-from pipepart.lightning.divided_updates import follow_updates, show_gradients
+from pipepart.lightning.divided_updates import check_borrowing, follow_updates, show_gradients
 from pipepart.lightning.hooks import HookedStrategy, follow_hooks, outside_hooks
 from pipepart.lightning.kept_on_host import only_shapes, too_large
 from pipepart.lightning.known_ranks import KnownRanks
@@ -321,6 +321,8 @@ class PipelineStrategy(
         with only_shapes(module, self._large) as values:
             self._steps = steps = RecordedSteps(job, module, self._written.possible, self._has_optimizers)
             built = steps.build(step, example, loader)
+        if built.runtime.parameters.borrowed is not None:  # by sync="auto", too
+            check_borrowing(trainer, module)
         self._whole.runtime = built.runtime
         if values is not None:
             values.give_back(built.runtime)

@@ -276,9 +276,12 @@ class RecordedSteps:
     def rehearse(self, example: Any, ahead: float) -> float | None:
         """The measured time of a training step on the example.
 
-        None if there are few batches `ahead`, if the model has no values, or if the whole batch needs another recording.
+        None if there are few batches `ahead`, if the model has no values, if replicas borrow its values from each other, or if
+        the whole batch needs another recording.
         """
         if self.empty or ahead < _WORTH_A_REHEARSAL or self._manual is not None:
+            return None
+        if self.runtime.parameters.borrowed is not None:  # its memory comes and goes, so that it cannot be restored
             return None
         name, leaves = self.variants["training_step"].choose(self._flatten(example, 0, None), self.runtime)
         if name is None or self.runtime.recording(name).loss_index is None:

@@ -90,7 +90,8 @@ class SearchSpace:
             costs = self._costs(layout, shape.size)
             mode = SyncMode.of(self.request.sync)
             states = self.request.optimizer_factor * mode.optimizer_share(shape.replicas) + mode.copies(shape.replicas)
-            pricing = Pricing(self.graph, costs, self.sizes, layout, states, self.frozen, mode.sums_gradients)
+            share = mode.weight_share(shape.replicas)
+            pricing = Pricing(self.graph, costs, self.sizes, layout, states, self.frozen, mode.sums_gradients, share)
             self._cases[shape] = Case(pricing, self.request, shape)
         return self._cases[shape]
 

@@ -15,6 +15,7 @@ from pipepart.cost import OpCosts
 from pipepart.graph import OpGraph
 from pipepart.partition.result import recomputed
 from pipepart.planning.chunks import Priced, StageMemory
+from pipepart.planning.sync_memory import bytes_at_work
 from pipepart.planning.traffic import ChunkTraffic, OutputTraffic
 from pipepart.schedule import Schedule
 
@@ -138,6 +139,8 @@ class MemoryModel:
     limits: tuple[float, ...]
     """Bytes that each stage may use."""
     optimizer_factor: float
+    weight_share: float = 1.0
+    """The share of the parameters of a stage that a rank holds, apart from those of chunks at work."""
 
     def kept(self, chunk: Ints, count: int, traffic: ChunkTraffic) -> list[float]:
         """Return the bytes that one micro-batch keeps in each chunk between its forward and its backward.
@@ -178,9 +181,10 @@ class MemoryModel:
         stage_of = np.asarray(priced.placement, dtype=np.int64)[np.asarray(chunk_of, dtype=np.int64)]
         held = self.parameters.held(stage_of, schedule.stages)
         again = {chunk for chunk, recomputes in enumerate(recompute) if recomputes}
+        weights = self._weights(np.asarray(chunk_of, dtype=np.int64), priced, held.all)
         return tuple(
             StageMemory(
-                weights=int(held.all[stage]),
+                weights=int(weights[stage]),
                 gradients=int(held.trained[stage]),
                 optimizer=int(held.trained[stage] * self.optimizer_factor),
                 activations=_activations(priced, schedule, stage, again),
@@ -188,6 +192,17 @@ class MemoryModel:
             )
             for stage in range(schedule.stages)
         )
+
+    def _weights(self, chunk: Ints, priced: Priced, held: Floats) -> Sequence[float]:
+        """Return the bytes of the parameters that each stage holds at once."""
+        own = [float(size) for size in held]
+        if self.weight_share == 1.0:
+            return own
+        parts = self.parameters.held(chunk, len(priced.placement)).all
+        return [
+            bytes_at_work(size, [float(parts[c]) for c in priced.of_stage(stage)], self.weight_share)
+            for stage, size in enumerate(own)
+        ]
 
     def fitting_recompute(
         self, chunk_of: Sequence[int] | Ints, priced: Priced, schedule: Schedule, wish: bool | str

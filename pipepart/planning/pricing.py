@@ -66,6 +66,8 @@ class Pricing:
     """Parameters without gradient and optimizer state."""
     sums_gradients: bool = True
     """Whether replicas combine gradients in each step."""
+    weight_share: float = 1.0
+    """The share of the parameters of a stage that a rank holds, apart from those of chunks at work."""
 
     @cached_property
     def outputs(self) -> OutputTraffic:
@@ -78,7 +80,13 @@ class Pricing:
     @cached_property
     def memory(self) -> MemoryModel:
         return MemoryModel(
-            self.graph, self.costs[0], self.parameters, self.outputs, self.layout.memory, self.optimizer_factor
+            self.graph,
+            self.costs[0],
+            self.parameters,
+            self.outputs,
+            self.layout.memory,
+            self.optimizer_factor,
+            self.weight_share,
         )
 
     @cached_property

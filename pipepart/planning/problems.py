@@ -44,7 +44,7 @@ def make_problem(
         devices=_devices(pricing),
         placement=None if where == tuple(range(chunks)) else where,
         overlap=True,
-        state_factor=2.0 + pricing.optimizer_factor,
+        state_factor=1.0 + pricing.weight_share + pricing.optimizer_factor,
         reduce_seconds=reduce / microbatches,
         names=costs.names,
     )

@@ -1,7 +1,8 @@
 """The choice of `sync="auto"`: among the modes that give the result of `mean`, the one with the shortest step that fits.
 
-`sharded` is looked at where the optimizer states of `mean` make a stage too full: nothing fits, or chunks must recompute. Where
-several replicas are on each of several hosts, sums in two levels are compared with those in one.
+`sharded` is looked at where the optimizer states of `mean` make a stage too full: nothing fits, or chunks must recompute.
+`fsdp` is looked at where `sharded` does not fit. Where several replicas are on each of several hosts, sums in two levels are
+compared with those in one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 from pipepart.errors import ConfigError, PlanError
 from pipepart.planning.plan import Plan
 from pipepart.planning.request import PlanRequest
+from pipepart.planning.sync_memory import gather_of
 from pipepart.planning.sync_mode import SyncMode
-from pipepart.planning.sync_prices import SyncPrice, sync_prices
+from pipepart.planning.sync_prices import FSDP_BY_VISIT, SyncPrice, sync_prices
 
 __all__ = ["chosen_sync", "planned_with_sync"]
 
@@ -27,8 +29,8 @@ def planned_with_sync(search: Callable[[PlanRequest], Plan], request: PlanReques
     """Return the best plan over the modes that give one result, with the mode in `plan.sync`."""
     failure: PlanError | None = None
     found: list[tuple[float, Plan]] = []
-    for mode in ("mean", "sharded"):
-        if found and not any(found[0][1].recomputes):
+    for mode in ("mean", "sharded", "fsdp"):
+        if found and (mode == "fsdp" or not any(found[0][1].recomputes)):
             break  # the states fit
         try:
             plan = search(replace(request, sync=mode))
@@ -49,7 +51,10 @@ def _priced(plan: Plan, request: PlanRequest, mode: str) -> tuple[float, Plan]:
     layout = request.layout(plan.stages, plan.replicas)
     prices = {price.name: price for price in sync_prices(plan, layout, request.optimizer_factor)}
     option: Any = mode
-    seconds = prices[mode].step if prices else plan.step_time
+    name = mode
+    if mode == "fsdp" and gather_of(SyncMode.of(mode), plan).gather == "microbatch" and FSDP_BY_VISIT in prices:
+        name = FSDP_BY_VISIT
+    seconds = prices[name].step if prices else plan.step_time
     nested = next((price for name, price in prices.items() if name.startswith("mean, inside ")), None)
     if mode == "mean" and nested is not None and nested.step < _CLEARLY * seconds:
         option, seconds = {"mode": "mean", "inside": _size_of(nested)}, nested.step
@@ -64,9 +69,9 @@ def chosen_sync(plan: Plan) -> Any:
     """Return the option `sync` that a plan has chosen; ``"mean"`` for a plan that was made without a choice."""
     try:
         option = json.loads(plan.sync) if plan.sync else "mean"
-        known = SyncMode.of(option).mode in ("mean", "sharded")
+        known = SyncMode.of(option).mode in ("mean", "sharded", "fsdp")
     except (ValueError, ConfigError):  # the plan is from a file
         known = False
     if not known:
-        raise PlanError(f"sync of the plan is {plan.sync!s:.80}; expected 'mean' or 'sharded' with settings")
+        raise PlanError(f"sync of the plan is {plan.sync!s:.80}; expected 'mean', 'sharded' or 'fsdp' with settings")
     return option

@@ -12,14 +12,15 @@ from pipepart.values import shortened
 
 __all__ = ["SyncMode", "SyncName", "SyncOption"]
 
-SyncName = Literal["mean", "sharded", "master", "local", "ring", "auto"]
+SyncName = Literal["mean", "sharded", "fsdp", "master", "local", "ring", "auto"]
 """The names of the modes."""
 
 SyncOption = SyncName | Mapping[str, Any]
 """The name of a mode, or a mapping with ``mode`` and the settings of the mode."""
 
 _MODES_OF: Mapping[str, tuple[str, ...]] = {
-    "compress": ("mean", "sharded", "master"),
+    "compress": ("mean", "sharded", "fsdp", "master"),
+    "gather": ("fsdp",),
     "every": ("local",),
     "outer": ("local",),
     "outer_lr": ("local",),
@@ -35,12 +36,18 @@ class SyncMode:
 
     mode: SyncName = "mean"
     """``mean``: every replica gets the mean of the gradients and makes the whole update. ``sharded``: every replica updates
-    its share of the parameters of a stage, and sends it to the others. ``master``: one replica updates all parameters.
+    its share of the parameters of a stage, and sends it to the others. ``fsdp``: every replica keeps and updates its share,
+    and borrows the other parameters while it works. ``master``: one replica updates all parameters.
     ``local``: every replica makes its own updates with its own gradients, and after each ``every`` of them replicas
     average their parameters. ``ring``: every replica makes its own updates, and adds them to a token with the newest
-    parameters, which goes around. ``auto``: the plan chooses among ``mean``, with or without groups, and ``sharded``."""
+    parameters, which goes around. ``auto``: the plan chooses among ``mean``, with or without groups, ``sharded`` and
+    ``fsdp``."""
     compress: Literal["bf16", "fp16"] | None = None
     """The format in which gradients travel between replicas; None: their own."""
+    gather: Literal["step", "microbatch", "auto"] = "auto"
+    """With ``fsdp``: how often parameters of other replicas come in a step. ``step``: once, and they stay until their last use;
+    ``microbatch``: for each run of actions of one chunk, so that at most two chunks of a stage are whole; ``auto``: ``step`` if
+    it fits into the memory limit of the plan."""
     inside: int | Literal["mean"] | None = None
     """With ``mean``: the number of neighbouring replicas that add up their gradients first; None: all at once. With
     ``between``: the mode in each group of neighbouring replicas."""
@@ -129,9 +136,13 @@ class SyncMode:
             return 0
         return 3 if self.mode == "ring" else 2 if self.outer is not None else 0
 
+    def weight_share(self, replicas: int) -> float:
+        """Return the share of the parameters that one replica holds, apart from those of chunks that it works on."""
+        return 1.0 / replicas if self.mode == "fsdp" and self.gather != "step" else 1.0
+
     def optimizer_share(self, replicas: int) -> float:
         """Return the largest share of the optimizer states of a stage that one replica holds."""
-        return 1.0 / replicas if self.mode == "sharded" else 1.0
+        return 1.0 / replicas if self.mode in ("sharded", "fsdp") else 1.0
 
 
 def _between(option: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from pipepart.runtime.deferred import WeightWork, deferring
 from pipepart.runtime.mailbox import Forms, Inbox, Outbox, PlannedInbox, Routes, TensorSpec, Wire
 from pipepart.runtime.microbatch import MicrobatchSizes
 from pipepart.runtime.randomness import RandomState, recomputing
-from pipepart.runtime.sync import BucketedSync
+from pipepart.runtime.sync import BorrowedParameters, BucketedSync
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport
 from pipepart.runtime.watching import Watching
@@ -80,6 +80,8 @@ class StepWork:
     """The context of forwards (precision)."""
     sync: BucketedSync | None = None
     """The exchange with replicas, which is told when gradients are final; None if gradients are not reduced."""
+    borrowed: BorrowedParameters | None = None
+    """The parameters that come for this step from other replicas; None if all are here."""
     trace: Trace | None = None
     tail: TailRun | None = None
     """The tail, which runs after the last forward of the last chunk."""
@@ -115,14 +117,22 @@ class Executor:
         step = _StepRun(self._stage, schedule, work, self._messages_of(schedule), self._known, self._receiving)
         actions, sync = schedule.actions[self._stage.stage], work.sync
         last = {action.chunk: action for action in actions if action.kind in ("B", "W")} if sync is not None else {}
+        borrowed = work.borrowed
+        if borrowed is not None:
+            names = {index: chunk.parameters for index, chunk in self._stage.chunks.items()}
+            borrowed.begin([action.chunk for action in actions], names)
         with _collecting_later():
-            for action in actions:
+            for place, action in enumerate(actions):
+                if borrowed is not None:
+                    borrowed.before(place)
                 if sync is None or last.get(action.chunk) != action:
                     step.perform(action)
-                    continue
-                with sync.last_backward(action.chunk) if action.kind == "B" else nullcontext():
-                    step.perform(action)
-                sync.chunk_is_final(action.chunk)
+                else:
+                    with sync.last_backward(action.chunk) if action.kind == "B" else nullcontext():
+                        step.perform(action)
+                    sync.chunk_is_final(action.chunk)
+                if borrowed is not None:
+                    borrowed.after(place)
             step.finish()
         return step.outputs if self._stage.last in self._stage.chunks else None
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from pipepart.errors import ForeignTensorError
 
-__all__ = ["Follower", "ForeignParameter", "ForeignTensor", "Place", "become", "fill_in", "follow"]
+__all__ = ["Follower", "ForeignParameter", "ForeignTensor", "Place", "become", "come_back", "fill_in", "follow"]
 
 _PLACE = "_pipepart_place"
 _aten = torch.ops.aten
@@ -138,14 +138,14 @@ class ForeignTensor(torch.Tensor):
             given = value._here() if isinstance(value, ForeignTensor) else None
             here.data = value if given is None else given
             return
-        if not isinstance(value, ForeignTensor) or value.place.stage != self.place.stage:
+        if not isinstance(value, ForeignTensor) or value.place.rank != self.place.rank:
             self.place.refuse("setting .data")
 
     @property
     def grad(self) -> Any:  # type: ignore[override]
         """None, since gradients are on the stage of the values, unless a follower brings it. Optimizers skip None."""
         frame: Any = sys._getframe(1)
-        while frame.f_code.co_name.startswith("<"):  # the frame of a comprehension
+        while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # the frame of a comprehension
             frame = frame.f_back
         found = None if _follower is None else _follower.gradient(self, frame)
         if found is not None:
@@ -229,14 +229,29 @@ class ForeignParameter(ForeignTensor):
     _is_param = True
 
 
-def become(parameter: nn.Parameter, place: Place | None) -> None:
-    """Make a parameter foreign in place and free its memory. Without a place it becomes a plain meta tensor."""
+def become(parameter: nn.Parameter, place: Place | None) -> torch.Tensor:
+    """Make a parameter foreign in place and free its memory. Without a place it becomes a plain meta tensor.
+
+    Returns the tensor that has the content of the parameter now, and its memory as long as somebody holds it.
+    """
+    other: torch.Tensor
     if place is None:
-        _exchange(parameter, nn.Parameter(_form(parameter), requires_grad=parameter.requires_grad))
+        other = nn.Parameter(_form(parameter), requires_grad=parameter.requires_grad)
+        _exchange(parameter, other)
         parameter.__dict__.pop(_PLACE, None)
     else:
-        _exchange(parameter, ForeignParameter.of(parameter, place, parameter.requires_grad))
+        other = ForeignParameter.of(parameter, place, parameter.requires_grad)
+        _exchange(parameter, other)
         parameter.__dict__[_PLACE] = place
+    return other
+
+
+def come_back(parameter: nn.Parameter, other: torch.Tensor) -> None:
+    """Give a foreign parameter the content that `become` has returned; whether it is trained may have changed since."""
+    trained = parameter.requires_grad
+    _exchange(parameter, other)
+    parameter.__dict__.pop(_PLACE, None)
+    parameter.requires_grad_(trained)
 
 
 def fill_in(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -258,9 +273,9 @@ def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def _done_elsewhere(func: Any, tensors: list[torch.Tensor]) -> bool:
-    """Return whether another stage computes this op, since all ranks run the same code.
+    """Return whether another rank computes this op, since all ranks run the same code.
 
-    This holds for arithmetic on tensors of one other stage and plain numbers: `target.mul_(m).add_(online, alpha=1 - m)`.
+    This holds for arithmetic on tensors of one other rank and plain numbers: `target.mul_(m).add_(online, alpha=1 - m)`.
     """
     arithmetic = torch.Tag.pointwise in func.tags or func is _aten.copy_.default
     if not arithmetic or torch.Tag.nondeterministic_seeded in func.tags or func._overloadname.endswith("out"):
@@ -269,7 +284,7 @@ def _done_elsewhere(func: Any, tensors: list[torch.Tensor]) -> bool:
         str(result.type) != "Tensor" for result in func._schema.returns
     ):  # a number, on which Python code may branch
         return False
-    return len({t.place.stage if isinstance(t, ForeignTensor) else None for t in tensors}) == 1
+    return len({t.place.rank if isinstance(t, ForeignTensor) else None for t in tensors}) == 1
 
 
 def _by_form(value: Any) -> Any:

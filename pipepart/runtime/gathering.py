@@ -99,7 +99,7 @@ class Gathering:
 
     def gather(self, wanted: Wanted) -> None:
         """Bring tensors that are not here yet. Those that are here stay as they are."""
-        if self._runtime.parts.gathers_on_host:
+        if self._runtime.parts.gathers_at_once:
             if not len(self.here):
                 self._stack.enter_context(self._runtime.parts.gathered(gradients=True))
             self.here = self.everything

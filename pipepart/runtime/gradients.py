@@ -14,7 +14,16 @@ from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.mesh import Groups, connect, own_group
 from pipepart.runtime.parts import Ownership
 from pipepart.runtime.strangers import closed_to_strangers
-from pipepart.runtime.sync import BucketedSync, LooseReplicas, ReplicaOwners, loose_replicas, neighbours, replica_sync
+from pipepart.runtime.sync import (
+    BorrowedParameters,
+    BucketedSync,
+    LooseReplicas,
+    ReplicaOwners,
+    ReplicaShares,
+    loose_replicas,
+    neighbours,
+    replica_sync,
+)
 from pipepart.runtime.tracing import Trace
 from pipepart.schedule import Action
 
@@ -77,6 +86,11 @@ class GradientSync:
     def owners(self) -> ReplicaOwners | None:
         """The owners of parameters, in modes in which one replica updates each of them."""
         return self.replicas if isinstance(self.replicas, ReplicaOwners) else None
+
+    @property
+    def borrowed(self) -> BorrowedParameters | None:
+        """The parameters that replicas borrow from each other; None in modes in which each has all of its stage."""
+        return self.replicas.borrowed if isinstance(self.replicas, ReplicaShares) else None
 
     def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Start a step whose gradients are reduced."""

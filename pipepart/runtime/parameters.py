@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.foreign import ForeignTensor
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm, gradient_norm
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.parameter_hooks import hooked, hooks_aside
 from pipepart.runtime.parts import Ownership
-from pipepart.runtime.sync import LooseReplicas
+from pipepart.runtime.sync import BorrowedParameters, LooseReplicas
 from pipepart.runtime.sync.optimizer_steps import drop_states, follow_optimizers
 
 __all__ = ["StageParameters", "StepGradients"]
@@ -94,6 +95,9 @@ class StageParameters:
     @contextmanager
     def step(self, reduce: bool) -> Iterator[StepGradients]:
         """Collect the gradients of the step inside; with `reduce`, they are reduced when the region ends."""
+        borrowed = self.sync.borrowed
+        if borrowed is not None:
+            borrowed.open()
         parameters, unreduced = self.named(), self._unreduced
         grads = {name: parameter.grad for name, parameter in parameters.items()}
         before = {name: g for name, g in grads.items() if g is not None and g is not unreduced.get(name)}
@@ -109,20 +113,28 @@ class StageParameters:
                 with guarded(self._groups):
                     made = hooked(made, hooks)
             self._fresh, self._unreduced = (made, {}) if reduce else ({}, made)
+        except BaseException:
+            if borrowed is not None:
+                borrowed.abandon()
+            raise
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = before.get(name)
+        if borrowed is not None:
+            borrowed.rest()
 
     @torch.no_grad()
     def hand_over(self, show_own: bool = False) -> None:
         """Add the gradients of the last step to `.grad`, as a backward in one process would.
 
-        With `show_own`, `.grad` shows the gradients of steps that were not reduced; they belong to this rank alone.
+        With `show_own`, `.grad` shows the gradients of steps that were not reduced; they belong to this rank alone. A parameter
+        whose values are on another replica has none.
         """
         parameters = self.named()
         if show_own:
             for name, gradient in self._unreduced.items():
-                parameters[name].grad = gradient
+                if not isinstance(parameters[name], ForeignTensor):
+                    parameters[name].grad = gradient
         for name, gradient in self._fresh.items():
             parameter = parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -190,9 +202,31 @@ class StageParameters:
         """The exchange between replicas that make updates of their own; None if all replicas have equal parameters."""
         return self.sync.loose
 
+    @property
+    def borrowed(self) -> BorrowedParameters | None:
+        """The parameters that replicas borrow from each other; None if each replica has all parameters of this stage."""
+        return self.sync.borrowed
+
+    @contextmanager
+    def values_here(self) -> Iterator[None]:
+        """Hold the values of all parameters of this stage inside, if replicas borrow them. All must enter together."""
+        if self.sync.borrowed is None:
+            yield
+            return
+        with guarded(self._groups), self.sync.borrowed.here():
+            yield
+
     @contextmanager
     def mean_shown(self) -> Iterator[None]:
-        """Hold the mean of replicas in the parameters inside, if they make updates of their own. All must enter together."""
+        """Hold the mean of replicas in the parameters inside, if they make updates of their own, and all that they borrow.
+
+        All must enter together.
+        """
+        with self.values_here(), self._mean_of_loose():
+            yield
+
+    @contextmanager
+    def _mean_of_loose(self) -> Iterator[None]:
         loose = self.sync.loose
         if loose is None or loose.shows_mean:
             yield
@@ -209,6 +243,12 @@ class StageParameters:
         if self.sync.loose is not None:
             with guarded(self._groups):
                 self.sync.loose.show_mean() if shows else self.sync.loose.hide_mean()
+
+    def hold_all(self, holds: bool) -> None:
+        """Hold the values of all parameters that replicas borrow during an evaluation, or no longer. All must call it."""
+        if self.sync.borrowed is not None:
+            with guarded(self._groups):
+                self.sync.borrowed.show("evaluation") if holds else self.sync.borrowed.hide("evaluation")
 
     def settle(self) -> None:
         """Prepare for a point at which replicas wait for each other. All must call it."""

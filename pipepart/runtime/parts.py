@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from pipepart.runtime.foreign import ForeignTensor, Place, become, fill_in
 from pipepart.runtime.meeting import exchange_objects, gather_objects, meet
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.transport import broadcast
+
+if TYPE_CHECKING:
+    from pipepart.runtime.sync.borrowed_parameters import BorrowedParameters
 
 __all__ = ["Ownership", "Parts"]
 
@@ -85,11 +88,16 @@ class Parts:
         device: torch.device,
         held_buffers: Collection[str],
         last_stage: int,
+        borrowed: BorrowedParameters | None = None,
     ) -> None:
-        """`last_stage`: the home of entries of the state dict that are neither parameters nor buffers."""
+        """`last_stage`: the home of entries of the state dict that are neither parameters nor buffers.
+
+        `borrowed`: the parameters of this stage, if replicas borrow them from each other.
+        """
         self.root, self._ownership, self._groups, self._device = root, ownership, groups, device
         self._held_buffers = frozenset(held_buffers)
         self._stage, self._last = groups.stage if groups is not None else 0, last_stage
+        self._borrowed = borrowed
         self._locks: list[Any] = []
         self.gathers_on_host = False
         """Whether the whole model is held in host memory, since it does not fit on the device."""
@@ -108,6 +116,11 @@ class Parts:
         """Whether the module still has the modules and parameters of set-up, so that the plan still fits."""
         return self._identity() == self._shape
 
+    @property
+    def gathers_at_once(self) -> bool:
+        """Whether values can only be gathered together: those of other replicas, too, or into host memory."""
+        return self.gathers_on_host or self._borrowed is not None
+
     # ---- values of other stages
 
     def drop(self) -> None:
@@ -118,7 +131,10 @@ class Parts:
         for name, parameter in self._foreign():
             if not isinstance(parameter, ForeignTensor):
                 become(parameter, self._place(name, "parameter", self._ownership.parameters[name][0]))
-        self.whole = self._groups.mesh.stages == 1
+        if self._borrowed is not None:
+            self._borrowed.hide("whole")
+            self._borrowed.rest()
+        self.whole = self._groups.mesh.stages == 1 and self._borrowed is None
 
     def drop_empty_buffers(self) -> None:
         """Make buffers of other stages foreign if they have no memory, since the model was built on the meta device."""
@@ -145,6 +161,8 @@ class Parts:
         if self._groups is None:
             return
         with guarded(self._groups):
+            if self._borrowed is not None:
+                self._borrowed.show("whole")
             meet(self._groups, inside_replica=True)
             for name, parameter in list(self.root.named_parameters()):
                 home = self._groups.rank_of_stage(self._ownership.parameters[name][0])

@@ -35,7 +35,7 @@ from pipepart.runtime.microbatch import (
 from pipepart.runtime.pace import joined, pace_of
 from pipepart.runtime.randomness import seeded
 from pipepart.runtime.results import Results, Separate
-from pipepart.runtime.sync import BucketedSync
+from pipepart.runtime.sync import BorrowedParameters, BucketedSync
 from pipepart.runtime.tracing import Trace
 from pipepart.runtime.transport import Transport, broadcast, share
 from pipepart.samples.batch_numbers import Window, open_window
@@ -153,6 +153,7 @@ class Program:
         loss_scale: float = 1.0,
         sync: BucketedSync | None = None,
         trace: Trace | None = None,
+        borrowed: BorrowedParameters | None = None,
     ) -> StepResult:
         """Run all micro-batches of a prepared batch."""
         train, sizes, context = request.train, batch.sizes, request.context
@@ -169,7 +170,7 @@ class Program:
             seeded(partial(mix, key), self._device) if key is not None else nullcontext() as seed,
         ):
             scales = tuple(weight * loss_scale for weight in weights)
-            work = StepWork(batch, scales, context, sync=sync, trace=trace, tail=tail, seed=seed)
+            work = StepWork(batch, scales, context, sync=sync, borrowed=borrowed, trace=trace, tail=tail, seed=seed)
             outputs = self._executor.run(self._schedule(len(sizes), forward=not train), work)
         if self._trial is not None and self._trial.chosen is None and train and self._stage == self._first:
             synchronize(self._device)

@@ -14,6 +14,7 @@ from torch import nn
 
 from pipepart.graph import op_graph
 from pipepart.planning import transfer
+from pipepart.planning.sync_memory import gather_of
 from pipepart.recording import Recording
 from pipepart.runtime.chunked_step import ChunkedStep, RecordedStep, StageInputs, chunk_step
 from pipepart.runtime.executor import PreparedBatch
@@ -100,7 +101,8 @@ class Steps:
                 check_hooks(gradients.parameters)
             replicas = sync.replicas if request.reduce else None
             with self._shared(program, batch):
-                result = program.run(request, batch, request.loss_scale * new, replicas, trace)
+                scale, borrowed = request.loss_scale * new, sync.borrowed
+                result = program.run(request, batch, scale, replicas, trace, borrowed)
             if request.reduce:
                 sync.reduce(gradients.parameters, trace)
             if trace is not None:
@@ -119,7 +121,7 @@ class Steps:
         """Run the forward of all micro-batches."""
         program = self.programs[name]
         self._settle(program)
-        with guarded(self._inputs.groups):
+        with guarded(self._inputs.groups), self._parameters.values_here():
             batch = program.prepare(request)
             with self._shared(program, batch):
                 return program.run(request, batch)
@@ -129,6 +131,8 @@ class Steps:
         program, groups, plan = self.programs[name], self._inputs.groups, self._inputs.plan
         if not program.pace.in_series or groups is None or self._transports is None:
             return None
+        if self._parameters.borrowed is not None and not self._parameters.borrowed.shown:
+            return None  # values are here for one batch only
         self._settle(program)
         if program.pace.ahead:
             with guarded(groups):
@@ -199,7 +203,8 @@ class StageRuntime:
             if groups is not None and plan.stages > 1:
                 transport = choose_transport(options.transport, groups, self.device, options.timeout)
                 transports = transport, control_of(transport)
-            self.parameters = StageParameters(self.root, self.ownership, groups, self.device, options.sync_mode)
+            mode = gather_of(options.sync_mode, plan)
+            self.parameters = StageParameters(self.root, self.ownership, groups, self.device, mode)
         self._inputs = inputs = replace(inputs, numbers=self.parameters.sync.numbers)
         self._transport = transports[0] if transports is not None else None
         released_with(self, _close, transports or (), self.parameters.sync.groups)
@@ -211,7 +216,15 @@ class StageRuntime:
         released_with(self, self.steps.results.close)
         self.steps.add(inputs.step.name, chunked)
         self.seeds = OpSeeds(options.randomness, groups.replica if groups is not None else 0)
-        self.parts = Parts(self.root, self.ownership, groups, self.device, self.held_buffers, plan.placement[-1])
+        self.parts = Parts(
+            self.root,
+            self.ownership,
+            groups,
+            self.device,
+            self.held_buffers,
+            plan.placement[-1],
+            self.parameters.borrowed,
+        )
 
     @property
     def is_last(self) -> bool:

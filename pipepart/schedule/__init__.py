@@ -21,6 +21,7 @@
     simulate       simulate(): schedule and costs to a timeline
     timeline       Timeline: events with start and end, predicted or measured; critical path
     comparison     gantt(), table(), picture(): timelines and schedules as text
+    visits         visits_of(): the runs of actions of one chunk, and the parameters that each of them borrows
 
 The package knows stages, chunks, micro-batches and their times. It must not know models, tensors or processes.
 """
@@ -39,6 +40,7 @@ from pipepart.schedule.simulate import simulate, step_time
 from pipepart.schedule.timeline import Event, Timeline
 from pipepart.schedule.torch_csv import from_csv, read_csv, read_program, to_csv, write_csv, write_program
 from pipepart.schedule.validate import Validated, peak_activations, validate, validate_program
+from pipepart.schedule.visits import Visit, visits_of
 
 __all__ = [
     "COMPUTE",
@@ -56,6 +58,7 @@ __all__ = [
     "Stuck",
     "Timeline",
     "Validated",
+    "Visit",
     "check_channels",
     "compare",
     "format_table",
@@ -77,6 +80,7 @@ __all__ = [
     "v_placement",
     "validate",
     "validate_program",
+    "visits_of",
     "write_csv",
     "write_program",
 ]

@@ -24,6 +24,7 @@ from tools.bench.faults.trained_job import Trained
         Fault("backward", "raise", 0, 4, "group", limit=60.0),
         Fault("gradients", "kill", 2, 4, "group", limit=60.0, sync="sharded"),
         Fault("parameters", "kill", 1, 4, "group", limit=60.0, sync="sharded"),
+        Fault("parameters", "kill", 3, 4, "group", limit=60.0, sync="fsdp"),
         Fault("parameters", "raise", 3, 4, "group", limit=60.0, sync="master"),
         Fault("parameters", "kill", 2, 4, "group", limit=60.0, sync="local"),
         Fault("parameters", "kill", 1, 4, "group", limit=60.0, sync="ring"),

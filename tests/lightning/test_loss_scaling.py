@@ -112,7 +112,9 @@ def _fit(fused: bool, sync: str) -> list[Any]:
     return module.seen
 
 
-@pytest.mark.parametrize(("fused", "sync"), [(False, "mean"), (True, "mean"), (False, "sharded"), (True, "master")])
+@pytest.mark.parametrize(
+    ("fused", "sync"), [(False, "mean"), (True, "mean"), (False, "sharded"), (False, "fsdp"), (True, "master")]
+)
 @pytest.mark.slow
 def test_one_decision_for_stages_and_replicas(fused: bool, sync: str) -> None:
     answers = run_ranks(4, _fit, fused, sync)

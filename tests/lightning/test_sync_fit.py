@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from realistic import build
-from support.ranks import run_ranks
+from support.ranks import error_of, run_ranks
 from watching import QUIET
 
 from pipepart import PipelineStrategy
@@ -50,13 +50,15 @@ def _run(
     shape: str, sync: Any, folder: str, epochs: int, resume: str | None = None, save: str | None = None, **more: Any
 ) -> dict[str, Any]:
     stages, devices = SHAPES[shape]
-    module, train, _ = build("gpt")
+    module, train, val = build("gpt")
     notes = more.pop("notes", Losses)()
     strategy = PipelineStrategy(stages=stages, microbatches=3, sync=sync, sharded=more.pop("sharded", False))
     callbacks = [notes, *([WeightEMA(0.5)] if more.pop("average", False) else [])]
     options = {**QUIET, "default_root_dir": folder, "limit_val_batches": 0, "gradient_clip_val": 0.5, **more}
     trainer = L.Trainer(strategy=strategy, devices=devices, max_epochs=epochs, callbacks=callbacks, **options)
-    trainer.fit(module, train, ckpt_path=resume)
+    evaluates = options["limit_val_batches"] > 0
+    trainer.fit(module, train, val if evaluates else None, ckpt_path=resume)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
     if save is not None:
         trainer.save_checkpoint(save)
     own = sum(
@@ -70,6 +72,7 @@ def _run(
         "norms": getattr(notes, "norms", []),
         "step": trainer.global_step,
         "share": own / whole,
+        "metrics": metrics,
     }
 
 
@@ -125,12 +128,58 @@ def test_each_rank_writes_the_states_that_it_has(tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_replicas_that_keep_shares_write_and_read_all_checkpoints(tmp_path) -> None:
+    options = {"limit_val_batches": 2}
+    whole = _run("1", "mean", str(tmp_path), 2, **options)
+    plain, folder = str(tmp_path / "plain.ckpt"), str(tmp_path / "shards.ckpt")
+    half = _on("1x2", "fsdp", str(tmp_path), 1, save=plain, **options)
+    assert sum(result["share"] for result in half) == pytest.approx(1.0)
+    _assert_equal(_run("1", "mean", str(tmp_path), 2, plain, **options), whole, 3)
+    assert whole["metrics"]
+    for result in _on("2x2", "fsdp", str(tmp_path), 2, plain, save=folder, sharded=True, **options):
+        _assert_equal(result, whole, 3)
+        assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-8)
+    ended, saved = (torch.load(path, weights_only=True)["state_dict"] for path in (_plain(folder), plain))
+    assert ended.keys() == saved.keys() and any(not torch.equal(ended[name], saved[name]) for name in saved)
+    for result in _on("1x2", "sharded", str(tmp_path), 2, folder, sharded=True, **options):
+        assert result["step"] == whole["step"]
+
+
+def _plain(folder: str) -> str:
+    consolidate(folder, f"{folder}.one")
+    return f"{folder}.one"
+
+
+def _refused(what: str) -> str:
+    module, train, _ = build("gpt")
+    options: dict[str, Any] = {"callbacks": [WeightEMA(0.5)]} if what == "average" else {}
+    if what == "manual":
+        module.automatic_optimization = False
+    if what == "norm":
+        options["sync_batchnorm"] = True
+    trainer = L.Trainer(strategy=PipelineStrategy(stages=1, sync="fsdp"), devices=2, max_epochs=1, **QUIET, **options)
+    return error_of(lambda: trainer.fit(module, train))
+
+
+@pytest.mark.slow
+def test_features_that_read_all_parameters_are_refused() -> None:
+    texts = {
+        "average": "WeightEMA averages all",
+        "manual": "uses manual optimization",
+        "norm": "sync_batchnorm=True is",
+    }
+    for what, text in texts.items():
+        assert all(text in answer for answer in run_ranks(2, _refused, what))
+
+
+@pytest.mark.slow
 def test_hooks_see_all_gradients_and_accumulated_batches_count(tmp_path) -> None:
     options = {"accumulate_grad_batches": 2, "notes": Norms}
     whole = _run("1", "mean", str(tmp_path), 2, **options)
-    first, second = _on("1x2", "sharded", str(tmp_path), 2, **options)
-    for result in (first, second):
-        _assert_equal(result, whole)
-        assert result["norms"] == pytest.approx(whole["norms"], rel=1e-8)
-        assert 0.4 < result["share"] < 0.6
-    assert first["share"] + second["share"] == pytest.approx(1.0)
+    for sync in ("sharded", "fsdp"):
+        first, second = _on("1x2", sync, str(tmp_path), 2, **options)
+        for result in (first, second):
+            _assert_equal(result, whole)
+            assert result["norms"] == pytest.approx(whole["norms"], rel=1e-8)
+            assert 0.4 < result["share"] < 0.6
+        assert first["share"] + second["share"] == pytest.approx(1.0)

@@ -16,15 +16,17 @@ from pipepart.errors import PlanError
 from pipepart.planning import Plan, PlanOptions, plan
 from pipepart.planning.entry import Target, layout_of
 from pipepart.planning.sync_choice import chosen_sync
+from pipepart.planning.sync_memory import gather_of
+from pipepart.planning.sync_mode import SyncMode
 from pipepart.planning.sync_prices import SyncPrice, describe_sync, sync_prices
 
 LATENCY = 1e-4
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(depth)))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.layers(x), y)
@@ -68,7 +70,9 @@ def test_prices_by_hand() -> None:
     states = found["mean"].memory - found["sharded"].memory
     assert states == pytest.approx(2 * size * 3 / 4)
     assert found["diloco"].memory - found["local"].memory == pytest.approx(2 * size)
-    assert [name for name, price in found.items() if price.same] == ["mean", "mean*", "sharded", "master"]
+    assert [name for name, price in found.items() if price.same] == ["mean", "mean*", "sharded", "fsdp", "master"]
+    assert found["fsdp"].exchange == pytest.approx(2 * half)  # one chunk: nothing runs before its parameters are needed
+    assert found["fsdp"].step == pytest.approx(alone + 2 * half) and found["fsdp"].memory == found["sharded"].memory
 
 
 def test_a_slow_network_is_for_rounds_and_levels_and_a_fast_one_for_the_mean() -> None:
@@ -91,7 +95,7 @@ def test_the_table_says_what_does_not_fit() -> None:
 BATCH = torch.zeros(16, 64), torch.zeros(16, dtype=torch.long)
 
 
-def _auto(network: float, **options: Any) -> Plan:
+def _auto(network: float, depth: int = 4, **options: Any) -> Plan:
     given: dict[str, Any] = {
         "cluster": _cluster(network),
         "stages": 1,
@@ -100,7 +104,7 @@ def _auto(network: float, **options: Any) -> Plan:
         "sync": "auto",
         **options,
     }
-    return plan(Net(), BATCH, cost="analytic", **given)
+    return plan(Net(depth), BATCH, cost="analytic", **given)
 
 
 def test_a_choice_that_is_none_is_refused() -> None:
@@ -121,6 +125,14 @@ def test_auto_chooses_by_price_and_memory(tmp_path: Path) -> None:
     short = _auto(1e12, memory_limit=room * 0.75, recompute=False)
     assert chosen_sync(short) == "sharded"
     assert short.memory[0].total < room * 0.75
+    several: dict[str, Any] = {"depth": 8, "stages": 2, "replicas": 2, "chunks": 4, "recompute": False}
+    several |= {"schedule": "interleaved", "microbatches": 4}
+    states = max(memory.total for memory in _auto(1e12, sync="sharded", **several).memory)
+    tight = _auto(
+        1e12, memory_limit=states - 64 * 64 * 4 * 0.9, **several
+    )  # a chunk has one layer; half of two is away
+    assert chosen_sync(tight) == "fsdp" and gather_of(SyncMode.of("fsdp"), tight).gather == "microbatch"
+    assert gather_of(SyncMode.of("fsdp"), _auto(1e12, sync="fsdp", **several)).gather == "step"
     assert chosen_sync(_auto(1e6, stages=4, replicas=1)) == "mean"
     assert (
         chosen_sync(plan(Net(), (torch.zeros(16, 64), torch.zeros(16, dtype=torch.long)), cluster=_cluster(1e6)))

@@ -71,7 +71,8 @@ def train(sync: Any, stages: int, optimizer: str) -> dict[str, Any]:
         stepping.step()
         stepping.zero_grad()
     states = sum(p.numel() for p in trained if stepping.state.get(p))
-    held = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    with pipe.whole_parameters():
+        held = {name: p.detach().clone() for name, p in pipe.named_parameters()}
     return {"held": held, "norms": norms, "states": states, "trained": sum(p.numel() for p in trained)}
 
 
@@ -90,11 +91,12 @@ def check(found: list[dict[str, Any]], stages: int, optimizer: str) -> None:
     ("sync", "stages", "optimizer"),
     [
         ("sharded", 2, "adamw"),
+        ("fsdp", 2, "adamw"),
         ("master", 1, "sgd"),
         ("sharded", 1, "adagrad"),
         ({"mode": "mean", "inside": 2}, 1, "sgd"),
     ],
-    ids=["sharded", "master", "adagrad", "nested"],
+    ids=["sharded", "fsdp", "master", "adagrad", "nested"],
 )
 def test_equal_to_one_process(sync: Any, stages: int, optimizer: str) -> None:
     found = run_ranks(4, train, sync, stages, optimizer)
@@ -102,7 +104,7 @@ def test_equal_to_one_process(sync: Any, stages: int, optimizer: str) -> None:
     for stage in range(stages):
         of_stage = found[stage::stages]
         share = [result["states"] / result["trained"] for result in of_stage]
-        if sync == "sharded":
+        if sync in ("sharded", "fsdp"):
             assert sum(share) == pytest.approx(1.0) and all(share)
         elif sync == "master":
             assert share == [1.0] + [0.0] * (len(share) - 1)

@@ -84,8 +84,10 @@ LONG = {
     "tests/faults/test_every_place.py::test_all_ranks_end_and_name_the_cause[kill in gradients of sharded]",
     "tests/faults/test_every_place.py::test_all_ranks_end_and_name_the_cause[raise in parameters of master]",
     "tests/lightning/test_loss_scaling.py::test_one_decision_for_stages_and_replicas[True-master]",
+    "tests/lightning/test_loss_scaling.py::test_one_decision_for_stages_and_replicas[False-fsdp]",
     "tests/lightning/test_sync_fit.py::test_each_rank_writes_the_states_that_it_has",
     "tests/lightning/test_sync_fit.py::test_hooks_see_all_gradients_and_accumulated_batches_count",
+    "tests/lightning/test_sync_fit.py::test_replicas_that_keep_shares_write_and_read_all_checkpoints",
     *(
         f"tests/runtime/compiled/test_compiled_chunks.py::test_equal_to_chunks_as_they_are[{name}]"
         for name in ("tied", "frozen", "checkpoint")
@@ -98,6 +100,8 @@ LONG = {
     "tests/runtime/test_sync_modes.py::test_equal_to_one_process[adagrad]",
     "tests/runtime/test_sync_modes.py::test_equal_to_one_process[master]",
     "tests/runtime/test_sync_modes.py::test_equal_to_one_process[nested]",
+    "tests/runtime/test_sync_modes.py::test_equal_to_one_process[fsdp]",
+    "tests/runtime/test_sync_fsdp.py::test_several_chunks_of_a_stage_and_a_batch_of_one_sample[step-zb_v]",
     "tests/runtime/test_sync_modes.py::test_whole_gradients_and_compressed_ones",
     *(
         f"tests/export/test_export_formats.py::test_onnx_equals_torch_and_int8_is_small[{recipe}]"

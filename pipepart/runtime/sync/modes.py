@@ -21,6 +21,7 @@ from pipepart.runtime.sync.replica_average import ReplicaAverage
 from pipepart.runtime.sync.replica_mean import ReplicaMean
 from pipepart.runtime.sync.replica_owners import ReplicaOwners, balanced_owners
 from pipepart.runtime.sync.replica_ring import ReplicaRing
+from pipepart.runtime.sync.replica_shares import ReplicaShares
 
 __all__ = ["loose_replicas", "neighbours", "replica_sync"]
 
@@ -67,6 +68,10 @@ def replica_sync(
     else:
         sizes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
         owners = balanced_owners(sizes, replicas, {name for name, p in parameters.items() if p.requires_grad})
+    if mode.mode == "fsdp":
+        once = mode.gather != "microbatch"
+        in_order = {name: owners[name] for name in parameters}
+        return ReplicaShares(groups, uses, tied, compress, owners=in_order, named=named, once=once)
     return ReplicaOwners(groups.copies, replicas, uses, tied, compress, owners=owners, named=named)
 
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipepart.errors import PipelineError
-from pipepart.runtime.sync.buckets import MOST_BYTES, Bucket, BucketedSync, as_real, buckets_of
+from pipepart.runtime.sync.buckets import Bucket, BucketedSync, as_real, buckets_of
+from pipepart.runtime.sync.parcels import Parcel, parcels_of
 
 __all__ = ["ReplicaOwners", "balanced_owners"]
 
@@ -161,64 +162,11 @@ class ReplicaOwners(BucketedSync):
 
     def _spread(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Copy each tensor from its owner to all replicas, in place."""
-        under_way: deque[_Parcel] = deque()
-        for parcel in _parcels(tensors):
+        under_way: deque[Parcel] = deque()
+        for parcel in parcels_of(tensors):
             if len(under_way) == _UNDER_WAY:
                 under_way.popleft().arrive()
-            own = parcel.owner == self.replica
-            parcel.send(self._ranks[parcel.owner], self.group, own)
+            parcel.send(self._ranks[parcel.owner], self.group, parcel.owner == self.replica)
             under_way.append(parcel)
         for parcel in under_way:
             parcel.arrive()
-
-
-class _Parcel:
-    """Tensors of one dtype that travel from one owner as one vector."""
-
-    def __init__(self, owner: int) -> None:
-        self.owner = owner
-        self.tensors: list[torch.Tensor] = []
-        self.bytes = 0
-        self._flat: torch.Tensor | None = None
-        self._work: dist.Work | None = None
-        self._copies = False
-
-    def send(self, source: int, group: dist.ProcessGroup, own: bool) -> None:
-        """Start the transfer. A large tensor travels from its own memory."""
-        direct = len(self.tensors) == 1 and self.tensors[0].is_contiguous()
-        if direct:
-            self._flat = self.tensors[0]
-        elif own:
-            self._flat = torch.cat([tensor.reshape(-1) for tensor in self.tensors])
-        else:
-            count = sum(tensor.numel() for tensor in self.tensors)
-            self._flat = self.tensors[0].new_empty(count)
-        self._copies = not own and not direct
-        self._work = dist.broadcast(as_real(self._flat), source, group=group, async_op=True)
-
-    def arrive(self) -> None:
-        """Wait for the transfer, and copy what has come."""
-        assert self._flat is not None and self._work is not None
-        self._work.wait()
-        if self._copies:
-            parts = self._flat.split([tensor.numel() for tensor in self.tensors])
-            for tensor, part in zip(self.tensors, parts):
-                tensor.copy_(part.view(tensor.shape))
-        self._flat = self._work = None
-
-
-def _parcels(tensors: Iterable[tuple[torch.Tensor, int]]) -> list[_Parcel]:
-    """Divide tensors, each with its owner, into parcels."""
-    found: list[_Parcel] = []
-    filling: dict[tuple[int, torch.dtype], _Parcel] = {}
-    for tensor, owner in tensors:
-        if not tensor.numel():
-            continue
-        size = tensor.numel() * tensor.element_size()
-        parcel = filling.get((owner, tensor.dtype))
-        if parcel is None or parcel.bytes + size > MOST_BYTES:
-            parcel = filling[owner, tensor.dtype] = _Parcel(owner)
-            found.append(parcel)
-        parcel.tensors.append(tensor)
-        parcel.bytes += size
-    return found

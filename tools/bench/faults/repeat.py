@@ -23,6 +23,8 @@ _BETWEEN = (
     ("gradients", "mean"),
     ("gradients", "sharded"),
     ("parameters", "sharded"),
+    ("gradients", "fsdp"),
+    ("parameters", "fsdp"),
     ("parameters", "master"),
     ("parameters", "local"),
     ("parameters", "ring"),

@@ -31,6 +31,7 @@ MODES: dict[str, Any] = {
     "mean bf16": {"mode": "mean", "compress": "bf16"},
     "nested": {"mode": "mean", "inside": 2},
     "sharded": "sharded",
+    "fsdp": "fsdp",
     "master": "master",
     "local": {"mode": "local", "every": 8},
     "diloco": {"mode": "local", "every": 8, "outer": "nesterov"},

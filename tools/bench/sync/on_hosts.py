@@ -26,6 +26,7 @@ MODES: dict[str, Any] = {
     "mean bf16": {"mode": "mean", "compress": "bf16"},
     "mean, inside 2": {"mode": "mean", "inside": 2},
     "sharded": "sharded",
+    "fsdp": "fsdp",
     "master": "master",
     "local": {"mode": "local", "every": 8},
     "diloco": {"mode": "local", "every": 8, "outer": "nesterov"},
