@@ -96,6 +96,9 @@ class Steps:
             earlier, new = self._accumulation.add(batch.denominator, request.continues, batch.batches)
             gradients.scale_earlier(earlier)
             replicas = sync.replicas if request.reduce else None
+            if replicas is not None:
+                one = not program.weighed.notes  # no numbers of other batches inside its terms
+                replicas.weigh(self._accumulation.denominator if one else None)
             with self._shared(program, batch):
                 result = program.run(request, batch, request.loss_scale * new, replicas, trace)
             if request.reduce:
