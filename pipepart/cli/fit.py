@@ -86,6 +86,10 @@ def fit(config: dict[str, Any], folder: Path) -> None:
         trainer.callbacks.append(kept)  # type: ignore[attr-defined]
     resume = config["resume"]
     if isinstance(strategy, ReplicaStrategy) and place is not None:
+        for (
+            callback
+        ) in trainer.checkpoint_callbacks:  # else each replica would look for names that the others have not used
+            callback._enable_version_counter = False  # type: ignore[attr-defined]
         trainer.callbacks.append(ReplicaMember(strategy))  # type: ignore[attr-defined]
         resume = place.checkpoint if place.joins else resume
     trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
@@ -97,8 +101,7 @@ def _strategy(config: dict[str, Any], place: ReplicaPlace | None) -> PipelineStr
     """The strategy of this rank; a replica that may be lost follows the plan of the first one."""
     if place is None:
         return PipelineStrategy(**config["strategy"])
-    timeout = float(config["strategy"]["timeout"])
-    return ReplicaStrategy(place, **{**config["strategy"], "plan": place.plan(timeout)})
+    return ReplicaStrategy(place, **{**config["strategy"], "plan": place.plan()})
 
 
 def _without_callbacks(config: dict[str, Any]) -> dict[str, Any]:

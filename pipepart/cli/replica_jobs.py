@@ -25,7 +25,7 @@ from pipepart.cli.restarts import Restarts, go_on_hint
 from pipepart.errors import ConfigError, PipelineError
 from pipepart.machine import shared_cores
 from pipepart.parent import end_with_parent, spawned_tied
-from pipepart.runtime.replica_board import ENDED, LOST, REPLICA, Start, has_shown, write_whole_json
+from pipepart.runtime.replica_board import ENDED, LOST, REPLICA, STUCK, Start, has_shown, write_whole_json
 from pipepart.secrets import redacted
 from pipepart.spare_files import spare_folder
 
@@ -172,6 +172,8 @@ class _Replicas:
     def end(self) -> None:
         """End all processes that still run."""
         for job in self.jobs.values():
+            job.process.terminate()
+        for job in self.jobs.values():
             _end(job.process)
         self.jobs.clear()
 
@@ -199,7 +201,12 @@ class _Replicas:
                 _end(other.process)
                 del self.jobs[other.start[0]]
             others = [other for other in self.jobs.values() if other.takes_part]
-            if not others or self.ended or not all(has_shown(self.board, o.start, self.stages) for o in others):
+            if (
+                not others
+                or self.ended
+                or (self.board / STUCK).exists()
+                or not all(has_shown(self.board, o.start, self.stages) for o in others)
+            ):
                 return cause
         with suppress(OSError):
             (self.board / "wish").unlink()
@@ -285,7 +292,6 @@ def _cause(board: Path, job: _Job) -> str:
 def _end(process: Any, patience: float = _PATIENCE) -> None:
     """End a process, and with it those that it has started."""
     for stop in (process.terminate, process.kill):
-        stop()
-        process.join(patience)
-        if process.exitcode is not None:
-            return
+        if process.exitcode is None:
+            stop()
+            process.join(patience)

@@ -1,15 +1,14 @@
 """One replica as a job of its own, which shares gradients with the others on a board and goes on if one of them is lost.
 
 Under the Trainer, such a job is one with a single replica. It differs in this: training data is divided among all replicas,
-while each evaluates all samples, so that all decide alike; the mean of gradients is that of `BoardMean`; only the first replica
-writes checkpoints; and a replica that was started again takes the state of another one in place of a checkpoint.
+while each evaluates all samples, so that all decide alike; the mean of gradients is that of `BoardMean`; one replica writes
+checkpoints; and a replica that was started again takes the state of another one in place of a checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from pipepart.errors import ConfigError, PipelineError
+from pipepart.errors import ConfigError
 from pipepart.lightning.announce import tell
 from pipepart.lightning.data import LoaderAround, needs_agreement, unwrapped
 from pipepart.lightning.namespaces import overridden
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaPlace", "ReplicaStrategy", "refused"]
 
 _PLAN = "plan.json"
-_LOOK = 0.05  # seconds between two looks at a file of another replica
 _JOIN = "join"
 
 
@@ -68,19 +66,12 @@ class ReplicaPlace:
         """What a replica that joins resumes from."""
         return str(self.folder / _JOIN)
 
-    def plan(self, timeout: float) -> str | None:
+    def plan(self) -> str | None:
         """The file of the plan of the first replica; None if this replica has to make it."""
         path = self.folder / _PLAN
         if self.first and not self.joins:
             return None
-        begun = time.monotonic()
-        while not path.exists():
-            if time.monotonic() - begun > timeout:
-                raise PipelineError(
-                    f"replica {self.start[0]} has waited {timeout:.0f} s for the plan of replica 0. If that is still measuring "
-                    "the model, set a larger strategy.timeout."
-                )
-            time.sleep(_LOOK)
+        Board.await_files(path.exists)
         return str(path)
 
 
@@ -159,21 +150,23 @@ class ReplicaStrategy(PipelineStrategy):
         assert self.board is not None, "the run was set up before"
         self.board.ready()
         state, stages = self._place.folder / self.board.accept(), self.mesh.stages
-        self.board.await_files(lambda: len(parts_of(state)) == stages, "all parts of the state of another replica")
+        self.board.await_files(lambda: len(parts_of(state)) == stages)
         self.resumes = True
         return super().load_checkpoint(state, weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._place.first:
-            if self.board is None:
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-                return
+        """One replica writes what is equal on all: the first one that is there."""
+        if self.board is not None and self._writes:
             with self.board.busy():
                 super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self._place.first:
+        if self._writes:
             super().remove_checkpoint(filepath)
+
+    @property
+    def _writes(self) -> bool:
+        return self.board is not None and self.board.donor == self._place.start[0]
 
 
 class _FromBatch(LoaderAround):

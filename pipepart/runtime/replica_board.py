@@ -29,7 +29,18 @@ from typing import Any
 
 from pipepart.errors import PipelineError
 
-__all__ = ["ENDED", "LOST", "REPLICA", "Board", "Shown", "Start", "has_shown", "read_lists", "write_whole_json"]
+__all__ = [
+    "ENDED",
+    "LOST",
+    "REPLICA",
+    "STUCK",
+    "Board",
+    "Shown",
+    "Start",
+    "has_shown",
+    "read_lists",
+    "write_whole_json",
+]
 
 REPLICA = "PIPEPART_REPLICA"
 """The variable with the replica of a job, the number of its start, and the number of replicas: ``1/0/2``."""
@@ -37,6 +48,8 @@ REPLICA = "PIPEPART_REPLICA"
 Start = tuple[int, int]
 """A replica, and the number of its start: a replica that was lost is started again."""
 LOST, ENDED = "lost", "ended"
+STUCK = "stuck"
+"""The file that is there when a rank has waited for its timeout. Then no replica goes on."""
 
 _NUMBER = struct.Struct("<q")
 _JOIN = struct.Struct("<qqq")  # after this step, this replica joins, in this start
@@ -136,19 +149,25 @@ class Board:
     def accept(self) -> str:
         """Wait for the state with which this replica joins. Returns its name."""
         path = self.folder / "state-{}-{}".format(*self.start)
-        self.await_files(path.exists, "the state of another replica, with which this one joins")
+        self.await_files(path.exists)
+        assert self._own is not None
+        _NUMBER.pack_into(
+            self._own, _BUSY, 1
+        )  # until it shows its first step: the others wait while it reads the state
         found = json.loads(path.read_text())
-        self.step = int(found["step"])
+        self.step, self.joining = int(found["step"]), self.start
         self.members = {int(replica): int(start) for replica, start in found["members"]}
         return str(found["state"])
 
-    def await_files(self, there: Callable[[], bool], what: str) -> None:
-        """Wait until files of another replica are there."""
-        self._until(there, lambda: what)
+    @staticmethod
+    def await_files(there: Callable[[], bool]) -> None:
+        """Wait until files of another replica are there, without a limit: the command ends this process if they cannot come."""
+        while not there():
+            time.sleep(_LOOK)
 
     @property
     def donor(self) -> int:
-        """The replica that gives its state to one that joins."""
+        """The first of the replicas that had the last step: it gives its state to one that joins, and writes checkpoints."""
         return min(replica for replica in self.members if (replica, self.members[replica]) != self.joining)
 
     def _propose(self) -> None:
@@ -197,6 +216,7 @@ class Board:
         _HEAD.pack_into(self._data, begin, weight, settings, form)
         write(memoryview(self._data)[begin + _ALIGNED : begin + half])
         self._propose()
+        _NUMBER.pack_into(self._own, _BUSY, 0)
         _NUMBER.pack_into(self._own, 0, self.step + 1)
 
     def gather(self, settings: int, form: int) -> list[Shown]:
@@ -316,6 +336,7 @@ class Board:
             if may_wait() and now - first < _BUSIEST:
                 begun = now
             if now - begun > self.timeout:
+                (self.folder / STUCK).touch()
                 raise PipelineError(
                     f"replica {self.start[0]} stage {self.stage} has waited {self.timeout:.0f} s for {what()}: stopped, stuck, "
                     "or still computing. If they are computing, set a larger timeout."
