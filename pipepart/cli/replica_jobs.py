@@ -22,18 +22,18 @@ from typing import Any
 
 from pipepart.cli.console import quiet_libraries
 from pipepart.cli.restarts import Restarts, go_on_hint
-from pipepart.errors import ConfigError, PipelineError
+from pipepart.errors import ConfigError, PipelineError, PipepartError
 from pipepart.machine import shared_cores
 from pipepart.parent import end_with_parent, spawned_tied
 from pipepart.runtime.replica_board import ENDED, LOST, REPLICA, STUCK, Start, has_shown, write_whole_json
-from pipepart.secrets import redacted
+from pipepart.secrets import clean, redacted
 from pipepart.spare_files import spare_folder
 
 __all__ = ["check_lost_replica", "config_of", "start_replicas"]
 
 _LOOK = 0.2  # seconds between two looks at replicas that join
 _PATIENCE = 10.0  # seconds that a replica has to end its ranks
-_WRITERS = ("Progress", "Monitor", "Timer")
+_WRITERS = ("Progress", "Monitor")
 """Ends of names of callbacks that show or write what the first replica shows and writes already."""
 
 
@@ -261,9 +261,10 @@ def _replica(
     os.environ[REPLICA] = f"{start[0]}/{start[1]}/{replicas}"
     try:
         start_ranks(config, Path(folder))
-    except PipelineError as error:
+    except Exception as error:
+        text = str(error) if isinstance(error, PipepartError) else f"{type(error).__name__}: {error}"
         with suppress(OSError):
-            _cause_file(Path(board), start).write_text(str(error))
+            _cause_file(Path(board), start).write_text(clean(text))
         sys.stdout.flush()
         os._exit(1)
 
