@@ -240,9 +240,7 @@ class Board:
     def _compare(self, other: Start, same_settings: bool, same_form: bool) -> None:
         if same_settings and same_form:
             return
-        what = (
-            "another form of gradients" if same_settings else "other learning rates, or another step of the optimizer"
-        )
+        what = "other parameters" if same_settings else "other learning rates, or another step of the optimizer"
         raise PipelineError(
             f"replica {other[0]} has {what} than replica {self.start[0]} in step {self.step}: replicas that may be lost decide "
             "alone, each on its own samples. Let callbacks and schedulers follow values of validation, which all replicas "

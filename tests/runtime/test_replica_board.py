@@ -174,6 +174,23 @@ def test_what_replicas_decide_alone_must_be_equal(tmp_path: Path) -> None:
     assert all("has other learning rates, or another step of the optimizer than replica" in text for text in texts)
 
 
+def test_parameters_are_compared_in_each_step(tmp_path: Path) -> None:
+    means = [_mean(tmp_path, (replica, 0), 2) for replica in range(2)]
+
+    def fails(mean: BoardMean, value: float) -> str:
+        parameter = nn.Parameter(torch.full((3,), value))
+        parameter.grad = torch.ones(3)
+        mean.begin({"w": parameter})
+        mean.weigh(1.0)
+        with pytest.raises(PipelineError) as raised:
+            mean.finish()
+        return str(raised.value)
+
+    texts = _together(lambda: fails(means[0], 1.0), lambda: fails(means[1], 1.0 + 2**-23))
+    assert "replica 1 has other parameters than replica 0 in step 0" in texts[0]
+    assert "replica 0 has other parameters than replica 1 in step 0" in texts[1]
+
+
 def test_waits_have_an_end(tmp_path: Path) -> None:
     mean = _mean(tmp_path, (0, 0), 2, timeout=0.2)
     with pytest.raises(

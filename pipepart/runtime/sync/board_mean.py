@@ -24,6 +24,7 @@ from pipepart.runtime.sync.buckets import BucketedSync
 __all__ = ["BoardMean"]
 
 _ALIGNED = 64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BoardMean(BucketedSync):
@@ -64,8 +65,8 @@ class BoardMean(BucketedSync):
         self._take(self.board.gather(settings, form), places)
 
     def _form(self) -> int:
-        """Return a number of the names, shapes and dtypes of all parameters."""
-        forms = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._parameters]
+        """Return a number of the names, shapes, dtypes and values of all parameters, which are equal on all replicas."""
+        forms = [(name, tuple(p.shape), str(p.dtype), p.requires_grad, _sum_of_bits(p)) for name, p in self._parameters]
         return int.from_bytes(hashlib.sha256(repr(forms).encode()).digest()[:7], "little")
 
     def _places(self) -> list[int]:
@@ -94,6 +95,12 @@ class BoardMean(BucketedSync):
                 if share and parameter.numel():  # a replica without targets has no gradient, perhaps 0 / 0
                     mean.add_(_view(one.content, places[index], parameter), alpha=share)
             parameter.grad = mean
+
+
+def _sum_of_bits(parameter: nn.Parameter) -> int:
+    """Return the sum of the values, read as integers: it is exact, in whatever order they are added."""
+    integers = _INTEGERS[min(parameter.element_size(), 8)]
+    return int(parameter.detach().contiguous().view(-1).view(integers).sum()) if parameter.numel() else 0
 
 
 def _view(memory: memoryview, begin: int, parameter: nn.Parameter) -> torch.Tensor:
