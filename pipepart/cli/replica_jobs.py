@@ -156,6 +156,11 @@ class _Replicas:
 
     def run(self) -> str | None:
         """Return None when all replicas have ended their training, and the cause if none goes on."""
+        print(
+            f"pipepart train: {self.count} replicas, each a job of {self.stages} stage{'s' * (self.stages > 1)}; if one is "
+            "lost, the others go on",
+            flush=True,
+        )
         for replica in range(self.count):
             self._begin((replica, 0))
         while self.jobs:

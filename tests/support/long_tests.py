@@ -30,6 +30,8 @@ LONG = {
         for name in ("checkpoints", "evaluation", "losses", "microbatches", "transports")
     ),
     "tests/cli/test_cli_launching.py::test_torchrun_on_two_machines",
+    "tests/cli/test_cli_lost_replica.py::test_the_others_go_on_and_the_lost_one_joins[2x1]",
+    "tests/cli/test_cli_lost_replica.py::test_the_others_go_on_and_the_lost_one_joins[first-raises]",
     "tests/cli/test_cli_secrets.py::test_a_sharded_run_is_resumed",
     "tests/faults/test_job_ends.py::test_all_processes_end_with_the_cause[torchrun raises]",
     "tests/faults/test_parent_killed.py::test_ranks_end_with_their_parent[script, ranks start]",
