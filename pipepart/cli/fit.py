@@ -27,7 +27,7 @@ from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
 from pipepart.files import may_fail, write_whole
 from pipepart.lightning import PipelineMonitor, PipelineStrategy
-from pipepart.lightning.replica_jobs import ReplicaPlace, ReplicaStrategy
+from pipepart.lightning.replica_strategy import ReplicaPlace, ReplicaStrategy
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.account import save_account
 from pipepart.report.figures import measured_step

@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 from torch.optim import LBFGS
 
-from pipepart.lightning.replica_jobs import ReplicaStrategy, refused
+from pipepart.lightning.replica_strategy import ReplicaStrategy, refused
 from pipepart.lightning.spare_parts import own_checkpoint, part_of, write_part, written_part
 from pipepart.runtime.replica_board import Start
 from pipepart.spare_files import name_of, part_name
