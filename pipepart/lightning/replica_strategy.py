@@ -215,7 +215,7 @@ def _check(trainer: Trainer, module: LightningModule, strategy: Any) -> None:
         raise refused(f"{type(module).__name__}.backward", "change gradients in on_after_backward")
     if strategy._layer_sync is not None:
         raise refused("sync_batchnorm=True, with which replicas wait for each other in each step")
-    if trainer.overfit_batches:
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
         raise refused("trainer.overfit_batches")
     if not trainer._accelerator_connector.use_distributed_sampler:
         raise refused("use_distributed_sampler=False: replicas would train on the same samples")
