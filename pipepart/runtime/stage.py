@@ -97,7 +97,8 @@ class Steps:
             gradients.scale_earlier(earlier)
             replicas = sync.replicas if request.reduce else None
             if replicas is not None:
-                one = not program.weighed.notes  # no numbers of other batches inside its terms
+                # One number that adds up, and no numbers of the whole batch inside the terms of the loss.
+                one = program.weighed.numbers.divides_by_sum and not program.weighed.notes
                 replicas.weigh(self._accumulation.denominator if one else None)
             with self._shared(program, batch):
                 result = program.run(request, batch, request.loss_scale * new, replicas, trace)
