@@ -20,12 +20,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from pipepart.cli.console import quiet_libraries, show_messages, shown
+from pipepart.cli.replica_member import ReplicaMember
 from pipepart.cli.restarts import MoreMachines, joining_note
 from pipepart.cli.spare_state import SpareState
 from pipepart.cli.targets import build, locate
 from pipepart.errors import ConfigError
 from pipepart.files import may_fail, write_whole
 from pipepart.lightning import PipelineMonitor, PipelineStrategy
+from pipepart.lightning.replica_strategy import ReplicaPlace, ReplicaStrategy
 from pipepart.report import save_graph, save_timeline, write_report
 from pipepart.report.account import save_account
 from pipepart.report.figures import measured_step
@@ -63,7 +65,8 @@ def fit(config: dict[str, Any], folder: Path) -> None:
     L.seed_everything(int(config["seed"]), workers=True, verbose=False)
     module, data = build_recipe(config)
     allow = config.get("allow") or ()
-    strategy = PipelineStrategy(**config["strategy"])
+    place = ReplicaPlace.here()
+    strategy = _strategy(config, place)
     strategy.as_written = False  # a run of the command line has a plan, and a report of it
     trainer = L.Trainer(
         **{**config["trainer"], **_without_callbacks(config)},
@@ -81,9 +84,22 @@ def fit(config: dict[str, Any], folder: Path) -> None:
     if config["launcher"]["spare_state"] is not None:
         kept = SpareState(os.environ[SPARE_FOLDER], int(config["launcher"]["spare_every"]))
         trainer.callbacks.append(kept)  # type: ignore[attr-defined]
-    trainer.fit(module, datamodule=data, ckpt_path=config["resume"], **_plain_values_only())
-    if trainer.is_global_zero:
+    resume = config["resume"]
+    if isinstance(strategy, ReplicaStrategy) and place is not None:
+        for callback in trainer.checkpoint_callbacks:  # else each replica would look for names that no other has used
+            callback._enable_version_counter = False  # type: ignore[attr-defined]
+        trainer.callbacks.append(ReplicaMember(strategy))  # type: ignore[attr-defined]
+        resume = place.checkpoint if place.joins else resume
+    trainer.fit(module, datamodule=data, ckpt_path=resume, **_plain_values_only())
+    if trainer.is_global_zero and (place is None or place.first):
         _write_results(trainer, strategy, folder, config)
+
+
+def _strategy(config: dict[str, Any], place: ReplicaPlace | None) -> PipelineStrategy:
+    """The strategy of this rank; a replica that may be lost follows the plan of the first one."""
+    if place is None:
+        return PipelineStrategy(**config["strategy"])
+    return ReplicaStrategy(place, **{**config["strategy"], "plan": place.plan()})
 
 
 def _plain_values_only() -> dict[str, bool]:
@@ -155,7 +171,7 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
     result: dict[str, Any] = {
         "steps": trainer.global_step,
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
-        "replicas": plan.replicas,
+        "replicas": strategy.data_mesh.replicas,
         "stages": plan.stages,
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
@@ -165,7 +181,7 @@ def _write_results(trainer: L.Trainer, strategy: PipelineStrategy, folder: Path,
     measured = measured_step(strategy.step_times)
     if measured is not None:
         result["measured_step"] = measured
-        result["samples_per_second"] = plan.batch_size * plan.replicas / measured
+        result["samples_per_second"] = plan.batch_size * strategy.data_mesh.replicas / measured
     monitors = [callback for callback in trainer.callbacks if isinstance(callback, PipelineMonitor)]  # type: ignore[attr-defined]
     writers: dict[str, Callable[[Path], Any]] = {
         "result.json": lambda path: write_whole(path, json.dumps(result, indent=1) + "\n")

@@ -97,6 +97,9 @@ class LauncherConfig:
     the next machine, so that a failure costs at most `spare_every` steps, whatever the checkpoints on disk."""
     spare_every: int = 50
     """Optimizer steps between two states in memory."""
+    lost_replica: str | None = None
+    """continue: if a rank of one of several replicas on this machine fails, the other replicas go on without it, and it is
+    started again and joins them, as often as `failures` allows."""
     failures: int = 0
     """Failures after which the processes are started again, from the last checkpoint of the run; -1: without a limit."""
 

@@ -87,6 +87,7 @@ def resolve_devices(config: dict[str, Any]) -> int:
 def check_run(config: dict[str, Any], queued: bool = False) -> None:
     """Refuse everything that can be refused before a process is started, by this command or (`queued`) by a queue."""
     from pipepart.cli.remote_output import check_places, work_folder
+    from pipepart.cli.replica_jobs import check_lost_replica
     from pipepart.lightning.strategy_options import StrategyOptions
     from pipepart.runtime import fit_mesh
 
@@ -118,6 +119,7 @@ def check_run(config: dict[str, Any], queued: bool = False) -> None:
             "launcher.spare_state=neighbour keeps the state of a machine on another one: it needs launcher=nodes with at least "
             "two machines. torchrun, queues and Ray start the processes of a job again themselves, from a checkpoint"
         )
+    check_lost_replica(config, own_start)
     if launcher["engine"] == "ray":
         check_ray(config)
     elif launcher["nodes"] > 1 and not launcher["address"] and not (queued or already_started()):
@@ -188,6 +190,10 @@ def run(config: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]
 
     try:
         engine = start_workers if config["launcher"]["engine"] == "ray" else start_ranks
+        if config["launcher"]["lost_replica"] is not None:
+            from pipepart.cli.replica_jobs import start_replicas
+
+            engine = start_replicas
         engine(localised(config, folder), folder)
         _show_paths(folder)
     finally:

@@ -9,6 +9,7 @@ import torch
 
 from pipepart.errors import ConfigError
 from pipepart.lightning.ray_workers import RayWorkers, environment_here
+from pipepart.runtime import Mesh
 
 __all__ = ["KnownRanks", "device_of"]
 
@@ -56,6 +57,13 @@ class KnownRanks:
         if isinstance(self._environment, RayWorkers):
             return self._environment.world_size()
         return self.num_nodes * self.num_processes
+
+    @property
+    def data_mesh(self) -> Mesh:
+        """The replicas that divide the training data, each with its stages."""
+        own: Any = self
+        found: Mesh = own.mesh
+        return found
 
     @property
     def _alone(self) -> bool:

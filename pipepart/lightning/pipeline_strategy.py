@@ -295,7 +295,7 @@ class PipelineStrategy(
         self._signals = Signals(trainer, self._ranks.groups, self._patches, lambda: self._whole.in_step)
         if fitting:
             allow_skipped_batches(trainer, self.mesh, self._patches)
-            with counted_by_replicas(trainer, self.mesh):
+            with counted_by_replicas(trainer, self.data_mesh):
                 self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.precision_plugin, module.automatic_optimization)
             if trainer.checkpoint_callbacks:

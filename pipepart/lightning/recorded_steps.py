@@ -158,7 +158,7 @@ class RecordedSteps:
         request = StepRequest(
             leaves=leaves,
             draw_key=runtime.seeds.of_step("training_step", trainer.fit_loop.epoch_loop.batch_progress.total.ready),
-            reduce=self._job.mesh.replicas == 1 or not accumulates,
+            reduce=not accumulates or not runtime.parameters.combines,
             continues=self._continues,
             ahead=ahead,
             loss_scale=loss_scale / trainer.accumulate_grad_batches,

@@ -21,7 +21,7 @@ def counted_by_replicas(trainer: Trainer, mesh: Mesh) -> Iterator[None]:
 
     Modules scale learning rates by them, for the batch of all processes together. The stages of a replica have one batch.
     """
-    if mesh.stages == 1:
+    if mesh.stages == 1 and trainer.world_size == mesh.replicas:
         yield
         return
     members = {

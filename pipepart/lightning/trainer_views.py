@@ -93,7 +93,7 @@ class TrainerView:
         if name in _OF_THE_RANK:
             return _OF_THE_RANK[name]
         if name in _SHARED:
-            mesh = getattr(self._trainer.strategy, "mesh", None)
+            mesh = _data_mesh(self._trainer.strategy)
             return 1 if mesh is None else mesh.replicas
         if name == "strategy":
             return _Strategy(self._trainer.strategy)
@@ -260,7 +260,7 @@ class _Strategy:
         if name in _OF_THE_RANK:
             return _OF_THE_RANK[name]
         if name in ("world_size", "num_processes"):
-            mesh = getattr(self._strategy, "mesh", None)
+            mesh = _data_mesh(self._strategy)
             return 1 if mesh is None else mesh.replicas
         value = getattr(self._strategy, name)
         if callable(value):
@@ -271,3 +271,8 @@ class _Strategy:
         if reads is not None and is_plain_value(value):
             reads.depends(Place(f"trainer.strategy.{name}", Attribute(self._strategy), name), value)
         return value
+
+
+def _data_mesh(strategy: Any) -> Any:
+    """The mesh of the replicas that divide the data; None with strategies of others."""
+    return getattr(strategy, "data_mesh", None) or getattr(strategy, "mesh", None)

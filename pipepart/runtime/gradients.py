@@ -126,6 +126,11 @@ class Accumulation:
         self._total = 0.0
         self._equal = False
 
+    @property
+    def denominator(self) -> float | None:
+        """The denominator of the loss over all batches so far; None if it has several, or is divided already."""
+        return None if self._equal else self._total
+
     def add(self, denominator: float | None, continues: bool, batches: int | None = None) -> tuple[float, float]:
         """Return the factors of the earlier gradients and of those of the next batch.
 

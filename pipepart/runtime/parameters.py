@@ -174,6 +174,12 @@ class StageParameters:
         others = self.updated_elsewhere
         return [parameter for name, parameter in held.items() if name in homed and id(parameter) not in others]
 
+    @property
+    def combines(self) -> bool:
+        """Whether this replica is one of several, so that its gradients are kept until they are combined once."""
+        several = self._groups is not None and self._groups.mesh.replicas > 1
+        return several or self.sync.replicas is not None
+
     # ---- updates
 
     @property

@@ -22,7 +22,7 @@ class OpSeeds:
     """The seeds of one run: one key for each step, from which its micro-batches and ops derive theirs."""
 
     def __init__(self, randomness: str, replica: int) -> None:
-        self._on, self._replica = randomness == "op", replica
+        self._on, self.replica = randomness == "op", replica
         self.seed = 0
         """The seed of the run, equal on all ranks."""
 
@@ -33,7 +33,7 @@ class OpSeeds:
         """
         if not self._on:
             return None
-        key = mix(mix(self.seed, self._replica), number_of(step))
+        key = mix(mix(self.seed, self.replica), number_of(step))
         for number in numbers:
             key = mix(key, number)
         return key

@@ -100,6 +100,10 @@ class Steps:
             if len(batch.sizes) > 1 or self._inputs.plan.replicas > 1:
                 check_hooks(gradients.parameters)
             replicas = sync.replicas if request.reduce else None
+            if replicas is not None:
+                # One number that adds up, and no numbers of the whole batch inside the terms of the loss.
+                one = program.weighed.numbers.divides_by_sum and not program.weighed.notes
+                replicas.weigh(self._accumulation.denominator if one else None)
             with self._shared(program, batch):
                 scale, borrowed = request.loss_scale * new, sync.borrowed
                 result = program.run(request, batch, scale, replicas, trace, borrowed)

@@ -146,6 +146,15 @@ class Numbers:
         """Whether values of the batch are read by the host."""
         return bool(self._parts or self.checks)
 
+    @property
+    def divides_by_sum(self) -> bool:
+        """Whether all terms of the loss are divided by one number that adds up over batches: their samples, or a count."""
+        if self._denominator is None or len(self._denominator) != 1:
+            return False
+        key, power = self._denominator[0]
+        counts = {quantity.key for quantity in self.quantities.values() if self._parts.get(quantity.node) == "sum"}
+        return power == -1 and key in {SAMPLES, *counts}
+
     def __call__(
         self,
         leaves: Sequence[Any],

@@ -57,6 +57,11 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("launcher.spare_every=0", "launcher.spare_every must be a number of at least 1"),
         ("launcher.spare_state=disk", "launcher.spare_state must be null or neighbour, got 'disk'"),
         ("launcher.spare_state=neighbour", "it needs launcher=nodes with at least two machines"),
+        ("launcher.lost_replica=wait", "launcher.lost_replica must be null or continue, got 'wait'"),
+        (
+            "launcher.lost_replica=continue",
+            "launcher.lost_replica=continue needs strategy.replicas, at least 2, got 'auto'",
+        ),
         ("launcher.engine=slurm", "launcher.engine must be torch or ray, got 'slurm'"),
         ("seed=-1", "seed must be a number of at least 0"),
         ("trainer.max_steps=-5", "trainer.max_steps must be a number of at least -1"),

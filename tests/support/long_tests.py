@@ -40,6 +40,8 @@ LONG = {
     "tests/report/test_report_browser.py::test_large_graph_keeps_the_page_small",
     "tests/runtime/compiled/test_compiled_chunks.py::test_equal_to_chunks_as_they_are[plain]",
     "tests/cli/test_cli_launching.py::test_torchrun_on_two_machines",
+    "tests/cli/test_cli_lost_replica.py::test_the_others_go_on_and_the_lost_one_joins[2x1]",
+    "tests/cli/test_cli_lost_replica.py::test_the_others_go_on_and_the_lost_one_joins[first-raises]",
     "tests/cli/test_cli_secrets.py::test_a_sharded_run_is_resumed",
     "tests/faults/test_job_ends.py::test_all_processes_end_with_the_cause[torchrun raises]",
     "tests/faults/test_parent_killed.py::test_ranks_end_with_their_parent[script, ranks start]",

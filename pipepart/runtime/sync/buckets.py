@@ -97,6 +97,12 @@ class BucketedSync:
         """Divide parameters, in the order in which their gradients become final, into buckets."""
         return buckets_of([(p, -1) for _, p in order])
 
+    def weigh(self, denominator: float | None) -> None:
+        """Note the denominator of the loss over the batches of this step; None if it has none, or several.
+
+        Most modes need none: weights of replicas are in the loss already.
+        """
+
     @contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:
         """Treat gradients of this chunk as final as soon as they are accumulated."""
