@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def load_model(checkpoint: dict[str, Any], runtime: StageRuntime, strict: bool) 
         name: torch.empty_like(value) for name, value in state.items() if not value.is_meta and f"model.{name}" in known
     }
     loaded = {f"model.{name}": value for name, value in wanted.items()}
-    read_tensors(loaded, storage_reader=reader, no_dist=True)
+    _read(loaded, reader)
     absent = {name: torch.empty(0) for name, value in state.items() if value.is_meta and f"model.{name}" in known}
     saved = {name.removeprefix("model.") for name in known if name.startswith("model.")}
     extra = {name: torch.empty(0) for name in saved - set(state)}
@@ -255,7 +256,7 @@ def load_optimizer(
                 found.setdefault(int(index), {})[key] = name
     own = own_part(optimizer, found, runtime)
     buffers = {name: _empty(known[name]) for keys in own.values() for name in keys.values()}
-    read_tensors(buffers, storage_reader=reader, no_dist=True)
+    _read(buffers, reader)
     state: dict[int, dict[str, Any]] = {
         i: {key: buffers[name] for key, name in keys.items()} for i, keys in own.items()
     }
@@ -271,10 +272,17 @@ def load_whole_model(folder: Any, weights_only: bool | None = None) -> dict[str,
     reader = ShardReader(checkpoint.pop("pipepart_shards"))
     known = reader.read_metadata().state_dict_metadata
     tensors = {name: _empty(entry) for name, entry in known.items() if name.startswith("model.")}
-    read_tensors(tensors, storage_reader=reader, no_dist=True)
+    _read(tensors, reader)
     left_out = ("optimizer_states", "pipepart_plain_state", "state_dict")
     rest = {key: value for key, value in checkpoint.items() if key not in left_out}
     return {**rest, "state_dict": {name.removeprefix("model."): value for name, value in tensors.items()}}
+
+
+def _read(tensors: dict[str, torch.Tensor], reader: ShardReader) -> None:
+    """Read values into tensors, each rank its own; torch would warn that ranks do not read together."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        read_tensors(tensors, storage_reader=reader, no_dist=True)
 
 
 def _empty(metadata: Any) -> torch.Tensor:
@@ -292,7 +300,7 @@ def consolidate(folder: Any, file: Any, weights_only: bool | None = None) -> Non
     checkpoint = load_rest(folder, weights_only)
     reader = ShardReader(checkpoint.pop("pipepart_shards"))
     tensors = {name: _empty(entry) for name, entry in reader.read_metadata().state_dict_metadata.items()}
-    read_tensors(tensors, storage_reader=reader, no_dist=True)
+    _read(tensors, reader)
     plain = checkpoint.pop("pipepart_plain_state")
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")
