@@ -74,9 +74,7 @@ def trained(compile: Any, before: float) -> tuple[list[float], int, list[Any]]:
         x = torch.arange(16.0, dtype=torch.float64).reshape(4, 4) / 16
         stages = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         cuts = ["net.2"] if stages == 2 else []  # each chunk has ops that are worth a compiled function
-        pipe = Pipeline(
-            Loss(), (x,), stages=stages, microbatches=2, schedule="gpipe", compile=compile, split_at=cuts
-        )
+        pipe = Pipeline(Loss(), (x,), stages=stages, microbatches=2, schedule="gpipe", compile=compile, split_at=cuts)
         made.clear()
         losses = [float(pipe.step(x + i)) for i in range(2 * PAIRS + 3)]
         losses.append(float(pipe.evaluate(x)))
