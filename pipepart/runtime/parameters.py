@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from pipepart.planning.sync_mode import SyncMode
 from pipepart.runtime.failure import guarded
+from pipepart.runtime.gradient_hooks import hooks_once
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm, gradient_norm
 from pipepart.runtime.mesh import Groups
 from pipepart.runtime.parts import Ownership
@@ -86,7 +87,8 @@ class StageParameters:
         try:
             if reduce:
                 self.sync.begin(parameters)
-            yield StepGradients(parameters, before)
+            with hooks_once(parameters, reduce):
+                yield StepGradients(parameters, before)
             made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             self._fresh, self._unreduced = (made, {}) if reduce else ({}, made)
         finally:
