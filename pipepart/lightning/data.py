@@ -80,7 +80,8 @@ def _open_loader(trainer: Trainer, patches: RunPatches) -> Any:
     """
     fitting = trainer.state.fn == "fit"
     loop: Any = trainer.fit_loop if fitting else trainer._active_loop
-    loop.setup_data()
+    with _generators_as_given(trainer.strategy):
+        loop.setup_data()
     if not fitting:
         patches.put(loop, "setup_data", _not_the_next(loop.setup_data))
     loader = loop._combined_loader
@@ -162,7 +163,7 @@ def _prepared_once(trainer: Trainer, batch: Any, patches: RunPatches) -> Any:
     module: Any = trainer.lightning_module
     if batch is None or not transfer_hook(trainer, module):
         return None if batch is None else prepare(trainer, batch)
-    first = PreparedFirst(trainer.precision_plugin.convert_input(batch))
+    first = PreparedFirst(trainer.precision_plugin.convert_input(batch), trainer)
     prepared = prepare(trainer, batch)
     first.pass_on(prepared, trainer, patches)
     return prepared
@@ -195,19 +196,39 @@ def _positions_kept(loaders: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def _generators_kept(loaders: list[Any]) -> Iterator[None]:
-    found: dict[int, torch.Generator] = {}
-    for loader in loaders:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for owner in (loader, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found[id(generator)] = generator
-    states = [(generator, generator.get_state()) for generator in found.values()]
+    states = [(generator, generator.get_state()) for loader in loaders for generator in _generators_of(loader)]
     try:
         yield
     finally:
         for generator, state in states:
             generator.set_state(state)
+
+
+@contextmanager
+def _generators_as_given(strategy: Any) -> Iterator[None]:
+    """Give generators of loaders that are made inside the states that they come with: the run starts the loaders again."""
+    process, states = strategy.process_dataloader, dict[torch.Generator, torch.Tensor]()
+
+    def note(loader: Any) -> Any:
+        for generator in _generators_of(loader):
+            states.setdefault(generator, generator.get_state())
+        return process(loader)
+
+    strategy.process_dataloader = note
+    try:
+        yield
+    finally:
+        del strategy.process_dataloader
+        for generator, state in states.items():
+            generator.set_state(state)
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """The random generators that the user gave a loader or its sampler."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+    found = {id(one): one for one in (getattr(owner, "generator", None) for owner in owners)}
+    return [one for one in found.values() if isinstance(one, torch.Generator)]
 
 
 # ---- the batches of a window

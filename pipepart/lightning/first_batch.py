@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pipepart.lightning.run_patches import RunPatches
+from pipepart.lightning.transfer_state import TransferState
 from pipepart.recording.inputs import trees
 from pipepart.recording.recorded_run.contexts import outside_rng
 
@@ -17,19 +18,20 @@ class PreparedFirst:
     """A batch as the loader gave it, and as hooks have prepared it.
 
     If the run begins with the same batch (it is not shuffled), it gets the prepared one. Hooks that draw random numbers run
-    again, with the random numbers of the run.
+    again, with the random numbers of the run; so do all hooks if the state that they can read has changed since.
     """
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, raw: Any, trainer: Any) -> None:
         leaves, self._tree = trees.flatten(raw)
         # Hooks may change tensors in place.
         self._leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._drawn = _draws()
+        self._drawn, self._state = _draws(), TransferState(trainer)
         self._waits = True
         self._prepared: Any = None
 
     def pass_on(self, prepared: Any, trainer: Any, patches: RunPatches) -> None:
         """Let the loop of the run use the prepared batch, once."""
+        self._state.hooks_have_run()
         if _draws() != self._drawn:
             return
         module, strategy = trainer.lightning_module, trainer.strategy
@@ -39,7 +41,8 @@ class PreparedFirst:
         def before_transfer(batch: Any, dataloader_idx: int = 0) -> Any:
             if self._waits and trainer.state.stage == stage:
                 self._waits = False
-                if same_batch(batch, trees.unflatten(self._leaves, self._tree)):
+                same = same_batch(batch, trees.unflatten(self._leaves, self._tree))
+                if same and self._state.done_again():
                     self._prepared = prepared
                 self._leaves = []
             return batch if self._prepared is not None else hook(batch, dataloader_idx=dataloader_idx)

@@ -15,7 +15,7 @@ from torch import nn
 from pipepart.errors import PipelineError
 from pipepart.runtime.sync import BucketedSync
 
-__all__ = ["Hooks", "check_hooks", "hooked", "hooks_aside"]
+__all__ = ["Hooks", "check_hooks", "hooked", "hooks_aside", "not_of_one_batch"]
 
 Hooks = Mapping[str, Mapping[int, Any]]
 """The hooks of parameters, by the name of the parameter and the number of the hook."""
@@ -31,6 +31,16 @@ def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
                     "its update inside of backward. It would be called for each micro-batch, with a part of the gradient.\n"
                     "  do: update after the step, or use microbatches=1 and one replica; register_hook gets whole gradients"
                 )
+
+
+def not_of_one_batch(name: str) -> PipelineError:
+    """Return the error for a hook whose parameter has no gradient of one batch."""
+    return PipelineError(
+        f"parameter {name!r} has a hook (register_hook), and the gradients of accumulated batches are combined once, so no rank "
+        "has the gradient of one batch.\n"
+        "  do: change the gradients of all batches before the step of the optimizer (on_before_optimizer_step), or do not "
+        "accumulate batches; a Trainer with one replica may"
+    )
 
 
 @contextmanager

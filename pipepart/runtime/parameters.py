@@ -17,7 +17,7 @@ from pipepart.runtime.failure import guarded
 from pipepart.runtime.foreign import ForeignTensor
 from pipepart.runtime.gradients import GradientSync, clip_grad_norm, gradient_norm
 from pipepart.runtime.mesh import Groups
-from pipepart.runtime.parameter_hooks import hooked, hooks_aside
+from pipepart.runtime.parameter_hooks import hooked, hooks_aside, not_of_one_batch
 from pipepart.runtime.parts import Ownership
 from pipepart.runtime.sync import BorrowedParameters, LooseReplicas
 from pipepart.runtime.sync.optimizer_steps import drop_states, follow_optimizers
@@ -107,6 +107,8 @@ class StageParameters:
             with hooks_aside(parameters) as hooks:
                 if reduce:
                     self.sync.begin(parameters)
+                elif hooks:
+                    raise not_of_one_batch(next(iter(hooks)))
                 yield StepGradients(parameters, before)
             made = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             if reduce and hooks:

@@ -64,3 +64,10 @@ def test_updates_inside_of_backward_are_refused() -> None:
             with pytest.raises(PipelineError, match=r"'head.weight' has a hook of register_post_accumulate_grad_hook"):
                 pipe.step(*_batch())
         handle.remove()
+
+
+def test_accumulated_batches_are_refused() -> None:
+    pipe = Pipeline(_model(), _batch(), stages=1, microbatches=2, schedule="gpipe")
+    with pytest.raises(PipelineError, match=r"has a hook \(register_hook\), and the gradients of accumulated batches"):
+        pipe.steps([_batch(), _batch()])
+    pipe.step(*_batch())
