@@ -73,7 +73,7 @@ def tokens_of_slice(graph: OpGraph) -> int:
     """Return the usual number of tokens of a slice: a power of two whose scores take a certain memory."""
     least, most = _TOKENS
     widest = max(_bytes_of_token(graph, head) for head in graph.heads)
-    return max(least, min(most, 2 ** int(math.log2(max(1.0, _SLICE_BYTES / widest)))))
+    return max(least, min(most, 1 << int(math.log2(max(1.0, _SLICE_BYTES / widest)))))
 
 
 def sliced_graph(graph: OpGraph) -> OpGraph:

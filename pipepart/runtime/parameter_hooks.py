@@ -36,8 +36,8 @@ def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
 def not_of_one_batch(name: str) -> PipelineError:
     """Return the error for a hook whose parameter has no gradient of one batch."""
     return PipelineError(
-        f"parameter {name!r} has a hook (register_hook), and the gradients of accumulated batches are combined once, so no rank "
-        "has the gradient of one batch.\n"
+        f"parameter {name!r} has a hook (register_hook), and the gradients of accumulated batches are combined once, so no "
+        "rank has the gradient of one batch.\n"
         "  do: change the gradients of all batches before the step of the optimizer (on_before_optimizer_step), or do not "
         "accumulate batches; a Trainer with one replica may"
     )
