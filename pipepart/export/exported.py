@@ -196,14 +196,18 @@ def _check_equal(
 
 
 def _latencies(runs: dict[str, Run], values: Sequence[torch.Tensor]) -> dict[str, float]:
-    """The median time of a call, in turns, so that other work on the machine meets all of them."""
+    """The median time of a call on one core, in turns, so that other work on the machine meets all of them alike."""
     spent: dict[str, list[float]] = {name: [] for name in runs}
-    started = time.perf_counter()
-    for number in range(_ROUNDS):
-        if number >= 3 and time.perf_counter() - started > _SECONDS:
-            break
-        for name, run in runs.items():
-            before = time.perf_counter()
-            run(values)
-            spent[name].append(time.perf_counter() - before)
+    threads, started = torch.get_num_threads(), time.perf_counter()
+    torch.set_num_threads(1)  # threads that wait for each other make torch many times slower on a busy machine
+    try:
+        for number in range(_ROUNDS):
+            if number >= 3 and time.perf_counter() - started > _SECONDS:
+                break
+            for name, run in runs.items():
+                before = time.perf_counter()
+                run(values)
+                spent[name].append(time.perf_counter() - before)
+    finally:
+        torch.set_num_threads(threads)
     return {name: statistics.median(times) for name, times in spent.items()}

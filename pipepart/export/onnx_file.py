@@ -67,6 +67,7 @@ def open_onnx(network: Network, target: Path) -> Callable[[Sequence[torch.Tensor
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.intra_op_num_threads = 1  # as torch in the comparison
     session = onnxruntime.InferenceSession(str(target), options, providers=["CPUExecutionProvider"])
     known = {given.name for given in session.get_inputs()}  # an input that no output depends on is left out
 
