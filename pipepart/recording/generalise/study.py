@@ -263,9 +263,24 @@ class Study:
             raise Retry
         raise CaptureError(
             f"{self.call.what} depends on the batch size in a way that cannot be recorded.\n  because: the model {reason}\n"
-            "  do: compute sizes from tensors (x.shape[0], not Python copies of it) or put this part into a "
-            "submodule of its own, which is then kept whole"
+            f"  do: {_REMEDIES.get(_kind_of(reason), _REMEDY)}"
         )
+
+
+_REMEDY = (
+    "compute sizes from tensors (x.shape[0], not Python copies of it) or put this part into a submodule of its own, which is "
+    "then kept whole. If the number is a count of calls (a counter, an iterator), let a hook such as on_train_batch_start "
+    "change it, and only read it in the step"
+)
+_REMEDIES = {
+    "list": "keep, return or log the tensor itself, and make a list or an array of it in a hook that sees the whole batch "
+    "(on_validation_batch_end, on_predict_batch_end, a prediction writer)",
+}
+
+
+def _kind_of(reason: str) -> str:
+    """The kind of a call by its place: one that makes a list or an array of a tensor has one item for each sample."""
+    return "list" if any(f"Tensor.{name} in module" in reason for name in ("tolist", "numpy", "__array__")) else ""
 
 
 def _follows(explanation: Explanation, recorder: Recorder, value: Any) -> bool:
