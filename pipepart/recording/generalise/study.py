@@ -6,6 +6,7 @@ show that the constant changes. It is explained by a simple formula that holds f
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 import warnings
@@ -194,20 +195,28 @@ class Study:
             self.reasons.update(dict.fromkeys(dims, reason))
 
     def ignored_strings(self) -> set[int]:
-        """Return the inputs that are texts (names of samples) without influence: other texts give the same graph."""
+        """Return the inputs that are texts (names of samples) without influence.
+
+        Other texts, and one text more, give the same graph, and the same constants in results and in what the caller notes.
+        """
         texts = {i for i, leaf in enumerate(self.leaves) if _is_text(leaf)}
         if self.call.step is None:  # an argument may be the name of a mode; texts in a container belong to its samples
             pieces = self.call.batching is not None and self.call.batching.in_pieces
             texts = {i for i in texts if pieces and type(self.leaves[i]) is list}
         if not texts:
             return set()
-        changed = [_other_text(leaf) if i in texts else leaf for i, leaf in enumerate(self.leaves)]
-        try:
-            run = run_once(self.call, changed, self.names, self.settings, self.mode)
-        except RunFailed:
-            return set()
-        mismatch, numbers = self._compare(run)
-        return set() if mismatch is not None or numbers else texts
+        for other, may_fail in ((_other_text, False), (_one_more, True)):
+            changed = [other(leaf) if i in texts else leaf for i, leaf in enumerate(self.leaves)]
+            try:
+                run = run_once(self.call, changed, self.names, self.settings, self.mode)
+            except RunFailed:
+                if may_fail:  # a model may ask for one text for each sample
+                    continue
+                return set()
+            mismatch, numbers = self._compare(run)
+            if mismatch is not None or numbers or _constants(self.base) != _constants(run):
+                return set()
+        return texts
 
     def notes(self) -> list[str]:
         """Return notes on dimensions that are fixed, with the reasons."""
@@ -293,6 +302,32 @@ def _is_text(leaf: Any) -> bool:
 
 def _other_text(leaf: Any) -> Any:
     return f"{leaf}~" if isinstance(leaf, str) else type(leaf)(f"{item}~" for item in leaf)
+
+
+def _one_more(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, str) else type(leaf)([*leaf, "~"])
+
+
+def _constants(run: Run) -> list[str]:
+    """Return the texts and numbers among the results of a run and in what the caller notes about its extra outputs."""
+    output: fx.Node = next(reversed(run.recorder.graph.nodes))
+    found: list[str] = []
+    _collect([output.args[0], *(dict(extra.about) for extra in run.extras)], found)
+    return found
+
+
+def _collect(value: Any, found: list[str]) -> None:
+    if isinstance(value, (str, bool, int, float)):
+        found.append(repr(value))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            _collect(getattr(value, one.name), found)
 
 
 def _structures_differ(a: Run, b: Run) -> bool:
