@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from pipepart.samples.follow import assigned_path
 from pipepart.samples.kept_state import changed_buffers, persistent_writes
 from pipepart.samples.laws import Law, concatenated_dim, law_of
 
-__all__ = ["Lockstep", "Split", "evaluating", "run_in_lockstep"]
+__all__ = ["Lockstep", "Split", "evaluating", "run_in_lockstep", "with_other_numbers"]
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
@@ -56,6 +56,27 @@ class Split:
     def weights(self, output: int) -> list[float]:
         """Return the weight of each part in an output."""
         return [1.0 if output in self.sums else size / sum(self.sizes) for size in self.sizes]
+
+
+def with_other_numbers(recording: Recording, split: Split) -> Split | None:
+    """Return the split with other numbers of the step and of the Python state; None if the recording reads none."""
+    placeholders = recording.graph.find_nodes(op="placeholder")
+    places = {
+        i
+        for i, (spec, node) in enumerate(zip(recording.inputs, placeholders))
+        if spec.kind == "number" and (spec.place is not None or spec.value is not None) and node.users
+    }
+
+    def others(leaves: Sequence[Any]) -> list[Any]:
+        return [_other_number(leaf) if i in places else leaf for i, leaf in enumerate(leaves)]
+
+    return replace(split, whole=others(split.whole), parts=[others(part) for part in split.parts]) if places else None
+
+
+def _other_number(number: Any) -> Any:
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return number
+    return number + 1 if isinstance(number, int) else 1.5 * number + 0.375
 
 
 class _Run:

@@ -16,7 +16,7 @@ from pipepart.recording.op import op_of
 from pipepart.recording.recorded_run.intrinsics import changed
 from pipepart.samples.follow import outputs_of, sources_of
 from pipepart.samples.laws import UNKNOWN, Law
-from pipepart.samples.lockstep import Lockstep, Split, evaluating, run_in_lockstep
+from pipepart.samples.lockstep import Lockstep, Split, evaluating, run_in_lockstep, with_other_numbers
 
 __all__ = ["Difference", "Fault", "LossPair", "Mixing", "fault_of", "study"]
 
@@ -93,7 +93,8 @@ def study(recording: Recording, split: Split, others: Iterable[Split] = ()) -> M
 
     The comparison is made twice: with the parameters of the model, and with moved ones. Values that happen to be equal at
     the start (closed gates, all samples of one kind) differ with moved parameters. Values that moved parameters saturate
-    (a sparse attention that becomes one-hot, so that its entropy is zero) differ with those of the model.
+    (a sparse attention that becomes one-hot, so that its entropy is zero) differ with those of the model. If the step
+    reads numbers (the epoch), a third comparison has other ones: the weight of a term of the loss may be zero at the start.
 
     Counts over combined samples (hits, flags, places in an order) are whole numbers, which may agree by chance. Such
     outputs must also be right for `others`: other samples of the same batch, each with parameters of its own.
@@ -104,6 +105,11 @@ def study(recording: Recording, split: Split, others: Iterable[Split] = ()) -> M
             moved = _study(recording, split, moved=0)
             if moved.loss is None or math.isfinite(moved.loss.whole + moved.loss.parts):
                 found = _both(moved, found)
+        if (later := with_other_numbers(recording, split)) is not None:
+            with suppress(Exception):  # the number may be an index, of which there is no next one
+                moved = _study(recording, later, moved=0)
+                if moved.loss is None or math.isfinite(moved.loss.whole + moved.loss.parts):
+                    found = _both(moved, found)
         found = _confirmed(recording, found, found)
         for seed, other in enumerate(others if found.fragile else (), 1):
             with suppress(Exception):  # a model may also refuse samples with which it was not recorded

@@ -164,6 +164,22 @@ class Sums(Auto):
         return F.mse_loss(self.head(h), y) + 0.1 * (h - self.total / self.seen).pow(2).mean(), h.pow(2).mean(1)
 
 
+class LateTerm(Auto):
+    """A mean of the loss in a buffer. A term with a denominator of its own has the weight zero when the step is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        loss, squares = self.losses(batch)
+        chosen = (batch[0][:, 0] > 0).double()
+        loss = loss + self.current_epoch / 2 * (squares * chosen).sum() / chosen.sum()
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * loss)
+        return loss
+
+
 class Queue(Auto):
     """Keys of the last batches in a queue, with a place to write that is a buffer (MoCo)."""
 
@@ -316,7 +332,10 @@ class Dividing(Auto):
         return F.mse_loss(self.head(h), y) + 0.01 * columns / kept.shape[0], h.pow(2).mean(1)
 
 
-_KINDS = (Counting, Filling, Vectors, VectorsData, VectorsInPlace, Sums, Queue, Reading, MetricLoss, Metrics, Dividing)
+_KINDS = (
+    *(Counting, Filling, Vectors, VectorsData, VectorsInPlace, Sums, LateTerm, Queue, Reading, MetricLoss, Metrics),
+    Dividing,
+)
 CASES: dict[str, type[Auto]] = {kind.__name__: kind for kind in _KINDS}
 
 

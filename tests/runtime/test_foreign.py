@@ -24,7 +24,7 @@ PLACE = Place("encoder.0.weight", "parameter", 1, 3)
 
 def foreign(*shape: int, stage: int = 1, **options: Any) -> nn.Parameter:
     parameter = nn.Parameter(torch.randn(*(shape or (3, 4)), **options))
-    become(parameter, replace(PLACE, stage=stage))
+    become(parameter, replace(PLACE, stage=stage, rank=stage + 2))
     return parameter
 
 
@@ -37,8 +37,8 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "copy_ into": lambda p: p.copy_(HERE),
     "copy_ into data": lambda p: p.data.copy_(HERE),
     "mul_ by a tensor of this rank": lambda p: p.mul_(HERE),
-    "add_ of one of another stage": lambda p: p.detach().add_(foreign(stage=2)),
-    "set data of one of another stage": lambda p: setattr(p, "data", foreign(stage=2)),
+    "add_ of one of another rank": lambda p: p.detach().add_(foreign(stage=2)),
+    "set data of one of another rank": lambda p: setattr(p, "data", foreign(stage=2)),
     "a number of it": lambda p: bool((p > 0)[0, 0]),
     "random numbers": lambda p: p.data.normal_(),
     "more random numbers": lambda p: p.data.bernoulli_(),
