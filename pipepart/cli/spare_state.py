@@ -104,6 +104,13 @@ def _check(trainer: L.Trainer) -> None:
         raise ConfigError(
             "launcher.spare_state=neighbour is not supported with sync='fsdp': use sync='sharded', or launcher.spare_state=null"
         )
+    loose = runtime.parameters.loose if runtime is not None else None
+    if loose is not None:
+        raise ConfigError(
+            f"launcher.spare_state=neighbour is not supported with sync='{loose.mode}', where each replica has "
+            "parameters of its own: the memory would hold those of one of them. Use sync='mean' or 'sharded', or "
+            "launcher.spare_state=null"
+        )
     if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise ConfigError(
             "launcher.spare_state=neighbour is not for LBFGS, whose state is one vector over all parameters: use another "

@@ -121,6 +121,13 @@ def test_averages_in_the_place_of_weights_are_refused(tmp_path: Path) -> None:
         run_ranks(2, _fit, str(tmp_path), 2, [0, 1], 2, None, callbacks=[averaging.WeightAveraging()])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["local", "ring"])
+def test_replicas_with_parameters_of_their_own_are_refused(tmp_path: Path, sync: str) -> None:
+    with pytest.raises(RanksFailed, match=rf"launcher\.spare_state=neighbour is not supported with sync='{sync}'"):
+        run_ranks(2, _fit, str(tmp_path), 1, [0, 1], 2, None, sync=sync)
+
+
 def test_a_state_without_a_part_is_not_chosen() -> None:
     name = "step-000000020-0123abcd"
     first, second = (
