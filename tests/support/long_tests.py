@@ -43,6 +43,8 @@ LONG = {
     "tests/cli/test_cli_lost_replica.py::test_the_others_go_on_and_the_lost_one_joins[2x2]",
     "tests/faults/test_job_ends.py::test_all_processes_end_with_the_cause[torchrun killed]",
     "tests/transparency/test_shapes.py::test_every_schedule_on_every_shape[1-1-gpt]",
+    "tests/transparency/test_shapes.py::test_every_schedule_on_every_shape[1-2-gpt]",
+    "tests/transparency/test_shapes.py::test_every_schedule_on_every_shape[3-1-gpt]",
     "tests/transparency/test_shapes.py::test_every_schedule_on_every_shape[2-2-resnet]",
     "tests/transparency/test_shapes.py::test_every_schedule_on_every_shape[4-1-frozen]",
     "tests/cli/test_cli_launching.py::test_srun_starts_ranks_that_find_each_other",
